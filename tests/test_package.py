@@ -81,12 +81,9 @@ NAMES = """
 """
 
 
-def test_public_names():
+def test_public_and_unknown_names():
     assert set(NAMES.split()) <= {*hea.__all__} & {*dir(hea)}
     assert all(getattr(hea, name).__doc__ for name in NAMES.split())
-
-
-def test_unknown_names():
     assert issubclass(hea.UnsupportedAttentionError, ValueError)
     with pytest.raises(AttributeError, match="module 'hf_efficient_attn' has no attribute 'KDEFormerConfig'"):
         hea.KDEFormerConfig  # noqa: B018

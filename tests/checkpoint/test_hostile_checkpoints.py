@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_efficient_attn import cli
+from commands import refused, run_json, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import read_json, read_json_object, write_json
@@ -46,19 +46,6 @@ def _no_code_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HEA_TEST_BOMB", str(tmp_path / "exploded"))
     yield
     assert not (tmp_path / "exploded").exists()
-
-
-def convert(*arguments):
-    return cli.run(cli.app, ["convert", *map(str, arguments)], "hf-efficient-attn")
-
-
-def tree(folder):
-    """The contents of all files in a folder, without following links and pipes."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        size = path.lstat().st_size
-        found[str(path)] = path.read_bytes() if path.is_file() and not path.is_symlink() and size < 2**24 else size
-    return found
 
 
 # What damages a checkpoint: functions of its folder.
@@ -243,19 +230,15 @@ def test_damaged_checkpoints_are_refused_in_one_line_and_no_file_changes(case, s
     damage(folder)
     before = tree(tmp_path)
     options = ["--allow-pickle"] if case.startswith("allowed") else []
-    assert convert(folder, "--method", "longformer", "-o", tmp_path / "in" / "out", *options) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and len(err) < 1000
-    assert message in err, err
-    assert tree(tmp_path) == before
+    err = refused(capsys, "convert", folder, "--method", "longformer", "-o", tmp_path / "in" / "out", *options)
+    assert message in err and len(err) < 1000 and tree(tmp_path) == before
 
 
 @pytest.mark.parametrize(
     "source", ["", "../nowhere", "no such folder", "x" * 5000, "a\0b", "evil\n/name", "\udcff"], ids=range(7)
 )
 def test_sources_that_do_not_exist(source, tmp_path, capsys):
-    assert convert(source, "--method", "longformer", "-o", tmp_path / "out") == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    refused(capsys, "convert", source, "--method", "longformer", "-o", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -277,8 +260,7 @@ def test_safetensors_are_preferred_to_pickles(folder, monkeypatch):
 def test_code_in_the_folder_is_neither_run_nor_copied(folder, tmp_path, capsys):
     (folder / "evil.py").write_text("raise SystemExit('ran')")
     config(auto_map={"AutoModel": "evil.Evil", "AutoConfig": "evil.Config"}, _name_or_path="../../evil")(folder)
-    assert convert(folder, "--method", "longformer", "-o", tmp_path / "out", "--json") == 0
-    done = json.loads(capsys.readouterr().out)
+    done = run_json(capsys, "convert", folder, "--method", "longformer", "-o", tmp_path / "out")
     assert any("auto_map" in note for note in done["notes"])
     assert "evil.py" in done["left_out"] and not (tmp_path / "out" / "evil.py").exists()
     assert "evil" not in "".join(path.read_text() for path in (tmp_path / "out").glob("*.json"))

@@ -60,8 +60,10 @@ def read(folder, name="config.json"):
 
 
 def tree(folder) -> dict[str, bytes | None]:
-    """The contents of all files, and None for folders, by their paths in `folder`."""
-    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+    """The contents of all files, and None for folders, links, pipes and huge files, by their paths in `folder`."""
+    sizes = {path: path.lstat().st_size for path in folder.rglob("*")}
+    files = {path for path, size in sizes.items() if size < 2**24 and not path.is_symlink() and path.is_file()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path in files else None for path in sizes}
 
 
 def tensors(folder):

@@ -232,32 +232,24 @@ def test_the_report(flat, capsys):
     assert ": exact\n" not in out  # both layers are converted
 
 
-def drawn(errors=(0.3, 7.0), properties=True):
-    """A result for 3 layers of 4 heads; the error of a method halves with twice the budget."""
-    maps = {f"m{i}": {"64": [error] * 4, "128": [error / 2] * 4} for i, error in enumerate(errors)}
-    ranks = [[1.0 + layer * head for head in range(4)] if properties else None for layer in range(3)]
-    layers = [
-        {"layer": i, "name": "", "stable_rank": x, "head_to_tail": None, "errors": maps} for i, x in enumerate(ranks)
-    ]
-    return {"layers": layers, "budgets": [64, 128], "tokens": 2048, "source": "org/model", "pixels": None,
-            "data": {"name": "book.txt", "rows": 4}}  # fmt: skip
-
-
-def test_a_method_that_fails_does_not_own_the_colours(figures, tmp_path):
+def test_a_method_that_fails_does_not_own_the_colours(flat, figures, tmp_path, capsys):
     from matplotlib.colors import LogNorm
 
-    pictures.draw_analysis(drawn(), tmp_path / "a.png")
-    one = figures[0]
-    assert one._suptitle.get_text() == "org/model, book.txt, 4 texts of 2,048 tokens"
-    images = {axes.get_title(): axes.images[0] for axes in one.axes if axes.images and axes.get_title()}
-    assert isinstance(images["stable rank of the attention matrix"].norm, LogNorm)
-    errors = [image for title, image in images.items() if "columns" in title]
-    assert len(errors) == 4
-    assert {(image.norm.vmin, image.norm.vmax) for image in errors} == {(0.0, 1.0)}
-    assert {image.colorbar.extend for image in errors} == {"max"}
-    pictures.draw_analysis(drawn(errors=(0.2,), properties=False), tmp_path / "a.png")
-    images = [axes.images[0] for axes in figures[1].axes if axes.get_title().startswith("m0")]
-    assert {image.norm.vmax for image in images} == {0.2}
+    result = run_json(capsys, *flat, "--methods", "longformer,nystromformer", "--output", tmp_path)
+    errors = [entry["errors"]["longformer"] for entry in result["layers"]]
+    largest = max(max(heads) for entry in result["layers"] for e in entry["errors"].values() for heads in e.values())
+    errors[1]["8"][0] = 7.0
+    for entry in result["layers"]:
+        entry["head_to_tail"] = None
+    pictures.draw_analysis(result, tmp_path / "a.png")
+    for figure, end in zip(figures, (largest, 1.0), strict=True):
+        assert figure._suptitle.get_text() == pictures.title_of(result)
+        images = {axes.get_title(): axes.images[0] for axes in figure.axes if axes.images and axes.get_title()}
+        assert isinstance(images["stable rank of the attention matrix"].norm, LogNorm)
+        assert ("tail / head" in images) == (end == largest)
+        maps = [image for title, image in images.items() if "columns" in title]
+        assert len(maps) == 4 and {(image.norm.vmin, image.norm.vmax) for image in maps} == {(0.0, end)}
+        assert {image.colorbar.extend for image in maps} == {"max" if end == 1.0 else "neither"}
 
 
 # Encoder-decoders, with `benchmark` and `convert`.

@@ -13,19 +13,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import (
-    NOTHING_COMPLETE,
-    TEXT,
-    command,
-    interrupt,
-    read,
-    refused,
-    run_json,
-    save,
-    shown,
-    tokenizer_for,
-    tree,
-)
+from commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, save, shown, tokenizer_for, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.evaluation import benchmark, capture, comparison, pictures, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -330,8 +318,21 @@ def test_table_and_files(made, text, figures, tmp_path, capsys):
     assert result["data"] == {"name": "words.txt", "rows": 4} and result["recommended"] in ("sdpa", *result["labels"])
     assert {row["batch"] for row in result["measurements"]} == {3}
     assert (folder / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
+    result["measurements"][-1]["error"] = 7.0  # one large error does not determine the scale
+    pictures.draw_benchmark(result, tmp_path / "picture.png")
+    for figure, last in zip(figures, ("", ": 7.0"), strict=True):
+        assert figure.get_suptitle().startswith(f"{result['source']} on words.txt\n")
+        for axes, better in zip(figure.axes, ("higher is better", "lower is better"), strict=True):
+            assert better in axes.get_title(loc="left") and axes.get_xscale() == "log"
+            names = [text.get_text() for text in axes.get_legend().texts]
+            assert names[:2] == ["exact attention", result["labels"][0]]
+            assert names[2:] == [result["labels"][1] + (last if axes is figure.axes[1] else "")]
+            assert [text.get_text() for text in axes.get_xticklabels()] == ["30", "60"]
+    assert figure.axes[1].get_ylim() == (0, 1.5)
+    rows = result["measurements"][:1]
+    pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "exact.png")  # after an interruption
     assert "--force" in refused(capsys, *line)
-    assert command(*line, "--force") == 0
+    shown(capsys, *line, "--force")
 
 
 def interrupt_after(monkeypatch, count):
@@ -404,9 +405,8 @@ def test_rows_as_they_finish_and_a_limit_of_time(made, text):
     assert told[1:] == result["measurements"] and len(told) == 5
     assert result["complete"] is True and result["left_out"] == []
     limited = bench(made("bert"), WINDOW, [30, 60], data=text, minutes=1e-6)
-    assert [(row["length"], row["attention"]) for row in limited["measurements"]] == [(30, "sdpa")]  # nothing fits
     assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
-    assert limited["complete"] is False
+    assert limited["complete"] is False and len(limited["measurements"]) == 1  # the first is always measured
 
 
 def test_long_texts_are_also_embedded_in_pieces(made, text):
@@ -489,28 +489,6 @@ def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
     for error, given in ((MemoryError, torch.OutOfMemoryError("CUDA")), (RuntimeError, RuntimeError("shapes"))):
         with pytest.raises(error, match=r"give less|shapes"), timing.memory_errors("give less"):
             raise given
-
-
-def test_the_picture_names_each_line(figures, tmp_path):
-    measured, labels = (512, 2048, 4096), [f"method {number}" for number in range(8)]
-    rows = [{"attention": "sdpa", "method": "sdpa", "length": n, "speed_up": 1.0, "error": 0.0} for n in measured]
-    for number, label in enumerate(labels):
-        more = {"attention": label, "method": "m", "error": 7.0 if number == 3 else 0.2}
-        rows += [{**more, "length": n, "speed_up": n / 1000} for n in measured]
-    about = {"cpu": "processor", "threads": 1, "device": "cpu", "dtype": "float32"}
-    result = {"measurements": rows, "machine": about, "source": "model", "data": {"name": "text"}}
-    pictures.draw_benchmark(result, tmp_path / "picture.png")
-    (figure,) = figures
-    assert figure.get_suptitle() == "model on text\nprocessor, 1 thread, cpu, float32"
-    for axes, better in zip(figure.axes, ("higher is better", "lower is better"), strict=True):
-        assert better in axes.get_title(loc="left") and axes.get_xscale() == "log"
-        names = {text.get_text().split(":")[0] for text in axes.get_legend().texts}
-        assert names == {*labels, "exact attention"}
-        assert [text.get_text() for text in axes.get_xticklabels()] == [f"{n:,}" for n in measured]
-    # One large error does not determine the scale.
-    assert figure.axes[1].get_ylim() == (0, 1.5)
-    assert "method 3: 7.0" in {text.get_text() for text in figure.axes[1].get_legend().texts}
-    pictures.draw_benchmark({**result, "measurements": rows[:1]}, tmp_path / "exact.png")  # after an interruption
 
 
 # texts and pictures

@@ -292,11 +292,6 @@ def test_completion(line, expected):
     assert not imported(done) & SLOW
 
 
-def test_completion_can_be_installed():
-    script = start(_HF_EFFICIENT_ATTN_COMPLETE="source_bash").stdout
-    assert "complete -o default -F" in script and NAME in script
-
-
 # The terminal.
 
 

@@ -335,9 +335,3 @@ def test_the_report(source, tmp_path, capsys):
     assert all(".layer.1." in name for name in done["parameters"]["new"])
     assert torch.equal(torch.get_rng_state(), state) and transformers.logging.get_verbosity() == verbosity
     assert read(tmp_path / "out")["efficient_attention"]["layers"] == [1]
-
-
-def test_a_real_checkpoint(minilm, tmp_path):
-    convert_checkpoint(minilm, tmp_path / "converted", "nystromformer")
-    convert_checkpoint(tmp_path / "converted", tmp_path / "back", "sdpa")
-    assert same(load_file(minilm / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"))

@@ -82,22 +82,6 @@ def test_nothing_is_lost_when_a_replacement_is_interrupted(number, convert, tmp_
         open_checkpoint(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("failure", "folder", "status"),
-    [(OSError("disk full"), "out", 1), (KeyboardInterrupt(), "new/folders/out", 130)],
-    ids=["error", "Ctrl-C"],
-)
-def test_nothing_remains_after_a_failure(failure, folder, status, convert, tmp_path, monkeypatch, capsys):
-    fill(tmp_path / "out", mine_txt="mine")
-
-    def fail():
-        raise failure
-
-    at_the_end(monkeypatch, fail)
-    refused(capsys, *convert(tmp_path / folder, "--force"), status=status)
-    assert tree(tmp_path) == {"out": None, "out/mine.txt": b"mine"}
-
-
 def test_two_conversions_to_the_same_folder(convert, tmp_path, capsys):
     """The first one is running, or was killed while it wrote."""
     at_work = tmp_path / ".out.converting"
@@ -160,14 +144,10 @@ def test_a_full_disk_is_an_error_of_one_line(limit, convert, tmp_path, capsys):
 def test_results_on_a_full_disk(tmp_path):
     path = tmp_path / "analysis.json"
     path.write_text("old")
-
-    def write():
-        with replacing(path) as draft:
-            draft.symlink_to("/dev/full")
-            draft.write_text("new")
-
-    with pytest.raises(OSError, match=r"analysis\.json cannot be written: .*No space left"):
-        write()
+    full = pytest.raises(OSError, match=r"analysis\.json cannot be written: .*No space left")
+    with full, replacing(path) as draft:
+        draft.symlink_to("/dev/full")
+        draft.write_text("new")
     assert tree(tmp_path) == {"analysis.json": b"old"}
 
 

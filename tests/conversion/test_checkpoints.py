@@ -17,16 +17,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 import converted
 import hf_efficient_attn as hea
 import tiny_models
+from commands import read
 from each import close
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
 from tiny_models import SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
-
-
-def read(folder, name="config.json"):
-    return json.loads((folder / name).read_text())
-
 
 # A checkpoint keeps its method through any number of saves, and nothing if it is exact.
 
@@ -157,9 +153,7 @@ def test_configs_and_models_copy_compare_and_pickle(tmp_path):
     assert torch.equal(output(again, inputs), output(model, inputs))
 
 
-# Converted checkpoints in plain Transformers, in pipelines, in sentence-transformers, and with another method.
-
-WORDS = " ".join(f"w{5 + 7 * i % 55}" for i in range(70))
+# Converted checkpoints in plain Transformers, in sentence-transformers, and with another method.
 
 
 @pytest.mark.exhaustive
@@ -174,23 +168,6 @@ def test_the_card_quotes_the_error_of_plain_transformers(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         quoted = re.search(r"^> (.*) \.\.\.$", (tmp_path / name / "README.md").read_text(), re.M)[1]
         assert done.returncode != 0 and quoted in done.stderr and sentence in quoted
-
-
-def pipe(task, folder):
-    """The pipeline of a folder. Pipelines put models into eval mode."""
-    return transformers.pipeline(task, model=str(folder))
-
-
-def test_pipelines_of_texts(tmp_path):
-    ids = converted.tiny_tokenizer()(WORDS, return_tensors="pt")
-    model = converted.make(tmp_path / "bert", "bert", "kdeformer", head=False)
-    found = pipe("feature-extraction", tmp_path / "bert")
-    assert found.model.config._attn_implementation == "kdeformer"
-    assert torch.equal(torch.tensor(found(WORDS)), output(model, ids))
-    options = {"max_new_tokens": 6, "do_sample": False}
-    expected = converted.make(tmp_path / "gpt2", "gpt2", "linear").generate(**ids, **options)[0, -6:].tolist()
-    found = pipe("text-generation", tmp_path / "gpt2")(WORDS, **options, return_tensors=True)
-    assert found[0]["generated_token_ids"][-6:] == expected
 
 
 def test_the_examples_of_the_card_run(tmp_path):
@@ -377,21 +354,7 @@ def test_a_model_in_the_folder_of_a_module(tmp_path):
 # From where on a method differs from exact attention
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("longformer", "longformer: up to 8 tokens are computed exactly"),
-        ("linear", "linear: differs from exact attention at every length"),
-        ("kdeformer", "the model takes 128 tokens, so its output does not change"),
-    ],
-)
-def test_where_texts_differ(method, message):
-    model = hea.convert(tiny_model("bert"), method, **({"window_size": 7} if method == "longformer" else {}))
-    assert any(message in text for text in describe(exact_lengths(model), num_positions(model)))
-    assert exact_lengths(hea.convert(model, "sdpa")) == []
-
-
-def test_a_mix_of_methods():
+def test_where_texts_differ():
     model = tiny_model("bert")
     mix = [{"layers": [1], "method": "longformer", "window_size": 4}, {"layers": [0], "method": "linear"}]
     groups = exact_lengths(hea.convert(model, {"layers": mix}))
@@ -403,6 +366,9 @@ def test_a_mix_of_methods():
         "linear (layers 0): differs from exact attention at every length",
         "longformer (layers 1): up to 5 tokens are computed exactly, more are approximated",
     ]
+    told = " ".join(describe(exact_lengths(hea.convert(model, "kdeformer")), num_positions(model)))
+    assert told.startswith("kdeformer: ") and "the model takes 128 tokens, so its output does not change" in told
+    assert exact_lengths(hea.convert(model, "sdpa")) == []
 
 
 def test_positions_are_counted_in_tokens():

@@ -171,35 +171,26 @@ def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length,
 
 
 @pytest.mark.parametrize(("causal", "padded"), [(False, True), (True, False)])
-def test_attention_error_vanishes_with_the_whole_sequence_as_budget(causal, padded):
+def test_attention_error_by_head_and_seed(causal, padded):
     query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
     mask = torch.ones(2, 40, dtype=torch.bool)
     if padded:
         mask[0, 30:] = False
         query[0, :, 30:] = key[0, :, 30:] = value[0, :, 30:] = torch.nan
-    options = {"attention_mask": mask if padded else None, "is_causal": causal}
-    small = analysis.attention_error("kdeformer", query, key, value, block_size=4, num_samples=4, **options)
-    whole = analysis.attention_error(hea.KDEformerConfig(block_size=40), query, key, value, **options)
-    for error, vanishing in zip(small, whole, strict=True):
-        assert error.shape == (2, 3)
-        assert (error > 1e-3).all()
-        assert (vanishing < 1e-5).all()
-
-
-def test_attention_error_by_head_and_seed():
-    query, key, value = (normal(2, 3, 40, 8, seed=i).requires_grad_() for i in range(3))
-    options = {"block_size": 4, "num_samples": 4}
-    found, other = (
-        analysis.attention_error("hyperattention", query, key, value, seed=seed, **options) for seed in (5, 6)
-    )
-    out = hea.attention("hyperattention", query, key, value, seed=5, **options).double()
-    exact = (query.double() @ key.double().transpose(2, 3) / math.sqrt(8)).softmax(3) @ value.double()
+    given = [x.requires_grad_() for x in (query, key, value)]
+    masks = {"attention_mask": mask if padded else None, "is_causal": causal}
+    options = {"block_size": 4, "num_samples": 4, **masks}
+    found, other = (analysis.attention_error("hyperattention", *given, seed=seed, **options) for seed in (5, 6))
+    exact = analysis.exact_output(*given, **masks)
+    out = hea.attention("hyperattention", *given, seed=5, **options).double()
+    out, exact = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (out, exact))
     error = torch.linalg.matrix_norm(out - exact, 2) / torch.linalg.matrix_norm(exact, 2)
     torch.testing.assert_close(found.operator, error.detach(), rtol=1e-6, atol=0)
+    assert found.frobenius.shape == (2, 3) and (found.frobenius > 1e-3).all()
     assert not torch.equal(found.operator, other.operator) and not found.operator.requires_grad
-    known = analysis.attention_error("hyperattention", query, key, value, seed=5, exact=exact, **options)
+    known = analysis.attention_error("hyperattention", *given, seed=5, exact=exact, **options)
     assert torch.allclose(found.operator, known.operator)
-    assert not analysis.head_to_tail(query, key, first=2).requires_grad
+    assert all((x < 1e-5).all() for x in analysis.attention_error(hea.KDEformerConfig(block_size=40), *given, **masks))
 
 
 T, Q, LONG = torch.zeros(60, 2), normal(1, 1, 9, 4), torch.zeros(1, 1, 1, 1).expand(1, 1, 40000, 1)

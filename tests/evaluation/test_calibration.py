@@ -5,6 +5,7 @@ import copy
 import io
 import json
 import math
+import types
 import warnings
 import weakref
 
@@ -13,18 +14,13 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from commands import _quick  # noqa: F401
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import calibration, capture, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, partial_result
 from hf_efficient_attn.methods import make_config
 from test_encoder_decoder import tiny
 from tiny_models import output, tiny_batch, tiny_model
-
-
-@pytest.fixture(autouse=True)
-def one_call(monkeypatch):
-    """The measurement of the speed, which no test depends on, takes one call in place of 0.1 seconds."""
-    monkeypatch.setattr(calibration, "calls_to_time", lambda work: 1)
 
 
 def batches(family, count, *, start=0):
@@ -368,16 +364,11 @@ def test_encoder_and_decoder_have_layers_of_their_own():
 # Steps of a measurement within a limit of time, and partial results.
 
 
-class Clock:
-    """A clock that the test moves."""
-
-    now = 0.0
-
-
 @pytest.fixture
 def clock(monkeypatch):
+    """A clock that the test moves."""
+    clock = types.SimpleNamespace(now=0.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
-    clock = Clock()
     return clock
 
 

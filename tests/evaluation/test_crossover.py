@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from hf_efficient_attn import cli
+from commands import refused, run_json, shown
 from hf_efficient_attn.evaluation import crossover as measuring
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import crossover
@@ -183,8 +183,7 @@ def test_a_folder_in_place_of_the_file(cache):
         measuring.store_crossover("kdeformer", CPU, FOUND)
 
 
-def run(*arguments):
-    return cli.run(cli.app, ["crossover", "--method", "kdeformer", *arguments], "hf-efficient-attn")
+COMMAND = ("crossover", "--method", "kdeformer")
 
 
 @pytest.fixture
@@ -201,25 +200,21 @@ def measurements(monkeypatch):
 
 
 def test_the_command_measures_once(cache, measurements, capsys):
-    assert run() == 0
-    first = capsys.readouterr().out
-    assert "| float32 | 1001 | 500 |" in " ".join(first.split())
-    assert "| float32 causal | >1000000 | >1000000 |" in " ".join(first.split())
+    first, second = (" ".join(shown(capsys, *COMMAND).out.split()) for _ in range(2))
+    assert "| float32 | 1001 | 500 |" in first and "| float32 causal | >1000000 | >1000000 |" in first
     assert f"Measured now, and written to {cache}" in first
-    assert run() == 0
-    assert "1001" in (second := capsys.readouterr().out) and f"read from {cache}" in second
-    assert run("--json") == 0
-    assert json.loads(capsys.readouterr().out) == {
+    assert "1001" in second and f"read from {cache}" in second
+    assert run_json(capsys, *COMMAND) == {
         "method": "kdeformer", "machine": measuring.machine_name(CPU), "file": str(cache), "measured_now": False,
         "lengths": {"float32": {"small": 1001, "large": 500}, "float32 causal": {"small": NEVER, "large": NEVER}},
     }  # fmt: skip
     assert len(measurements) == 1
-    assert run("--renew", "--threads", "3") == 0
+    shown(capsys, *COMMAND, "--renew", "--threads", 3)
     assert [threads for *_, threads in measurements[1:]] == [3]
     assert look_up() == 500  # of the usual number of threads
 
 
 def test_the_command_refuses_before_it_measures(cache, measurements, capsys):
     cache.parent.write_text("a file")
-    assert run() == 1 and not measurements
-    assert "error: " in capsys.readouterr().err
+    refused(capsys, *COMMAND, status=1)
+    assert not measurements

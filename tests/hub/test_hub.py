@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 import converted
 import hf_efficient_attn as hea
 import hub_server
-from hf_efficient_attn import cli, hub
+from commands import refused, run_json, shown
+from hf_efficient_attn import hub
 from hf_efficient_attn.checkpoint.provenance import check_install
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, clean, escape, for_repository
@@ -376,24 +377,15 @@ def test_escaped_text_is_one_line():
     assert len(clean("word " * 100)) <= 200
 
 
-def test_the_template_is_in_the_package_and_linked_from_model_cards():
+def test_the_template_is_linked_from_model_cards_and_contains_no_numbers():
     link = ROOT / "model_cards" / "card.md.jinja"
     assert link.is_symlink() and not link.readlink().is_absolute()
     assert link.resolve() == ROOT / "hf_efficient_attn" / "hub" / "card.md.jinja"
-    assert "hf_efficient_attn.hub = *.jinja" in (ROOT / "setup.cfg").read_text()
-
-
-def test_the_text_of_the_template_contains_no_numbers():
-    """Every number of a card comes from a file."""
-    text = (ROOT / "hf_efficient_attn" / "hub" / "card.md.jinja").read_text()
-    assert re.findall(r"\d", re.sub(r"\{[{%].*?[}%]\}", "", text, flags=re.S)) == []
+    # Every number of a card comes from a file.
+    assert re.findall(r"\d", re.sub(r"\{[{%].*?[}%]\}", "", link.read_text(), flags=re.S)) == []
 
 
 # push
-
-
-def status(*arguments):
-    return cli.run(cli.app, ["push", *map(str, arguments)], "hf-efficient-attn")
 
 
 @pytest.fixture(scope="module")
@@ -423,8 +415,7 @@ def online(monkeypatch, tmp_path):
 
 
 def test_a_pushed_checkpoint_is_loaded_from_the_hub(online, made, tmp_path, capsys):
-    assert status(made, REPOSITORY, "--private", "--yes", "--message", "First") == 0
-    out, err = capsys.readouterr()
+    out, err = shown(capsys, "push", made, REPOSITORY, "--private", "--yes", "--message", "First")
     assert err == "" and f"{constants.ENDPOINT}/{REPOSITORY}" in out  # quiet when piped
     repository = online.repositories[REPOSITORY]
     names = sorted(path.name for path in made.iterdir())
@@ -442,24 +433,20 @@ def test_a_pushed_checkpoint_is_loaded_from_the_hub(online, made, tmp_path, caps
 def test_without_yes_or_with_dry_run_there_are_no_requests(folder, online, capsys):
     (folder / "README.md").unlink()
     _origin(folder, license=None)
-    assert status(folder, REPOSITORY, "--private") == 0
-    out = capsys.readouterr().out
+    line = ("push", folder, REPOSITORY)
+    out = shown(capsys, *line, "--private").out
     assert "(private)" in out and "Nothing was sent. Add --yes" in out
     names = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:]
     assert names == sorted(path.name for path in folder.iterdir())
-    assert status(folder, REPOSITORY, "--private", "--dry-run") == 0
-    assert capsys.readouterr().out == out
-    assert status(folder, REPOSITORY, "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
+    assert shown(capsys, *line, "--private", "--dry-run").out == out
+    plan = run_json(capsys, *line)
     assert (plan["repository"], plan["private"], plan["sent"]) == (REPOSITORY, False, False)
     assert {"path": "config.json", "bytes": (folder / "config.json").stat().st_size} in plan["files"]
-    assert [problem.partition(":")[0] for problem in plan["card_problems"]] == [
-        "no license", "no complete measurements"
-    ]  # fmt: skip
+    kinds = [problem.partition(":")[0] for problem in plan["card_problems"]]
+    assert kinds == ["no license", "no complete measurements"]
     assert plan["install"] == converted.ORIGIN["install"] and plan["refusals"] == []
     for option in ("--dry-run", "--show-card"):
-        assert status(folder, REPOSITORY, option, "--yes") == 2
-        assert "--dry-run and --show-card send nothing" in capsys.readouterr().err
+        assert "--dry-run and --show-card send nothing" in refused(capsys, *line, option, "--yes")
     assert online.requests == []
 
 
@@ -467,7 +454,7 @@ def test_a_second_push_updates_files_and_removes_old_weights(folder, online, cap
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "README.md").write_text("not the card")
     (folder / "notes.txt").symlink_to("tokenizer.json")
-    assert status(folder, REPOSITORY, "--yes") == 0
+    shown(capsys, "push", folder, REPOSITORY, "--yes")
     repository = online.repositories[REPOSITORY]
     assert not repository.private and {"1_Pooling/README.md", "README.md"} < set(repository.files)
     assert repository.files["notes.txt"] == (folder / "tokenizer.json").read_bytes()
@@ -475,11 +462,7 @@ def test_a_second_push_updates_files_and_removes_old_weights(folder, online, cap
     (folder / "model.safetensors").rename(folder / shard)
     weights = dict.fromkeys(load_file(folder / shard), shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
-    capsys.readouterr()
-    assert status(folder, REPOSITORY, "--yes", "--json") == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert json.loads(out)["sent"] is True
+    assert run_json(capsys, "push", folder, REPOSITORY, "--yes")["sent"] is True
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert shard in names and set(repository.files) == names
 
@@ -491,14 +474,11 @@ def _origin(folder, **changes):
 
 def test_what_to_install_is_asked_for_once_and_stored(folder, online, capsys):
     _origin(folder, install=None)
-    assert status(folder, REPOSITORY, "--show-card") == 0
-    out, err = capsys.readouterr()
+    out, err = shown(capsys, "push", folder, REPOSITORY, "--show-card")
     assert "This card does not know where that is published" in out
     assert err.startswith("--yes would refuse: the card cannot say where hf_efficient_attn is published")
-    assert status(folder, REPOSITORY) == 0 and "Correct this first" in capsys.readouterr().out
-    assert status(folder, REPOSITORY, "--yes") == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "give --install with a URL" in err
+    assert "Correct this first" in shown(capsys, "push", folder, REPOSITORY).out
+    assert "give --install with a URL" in refused(capsys, "push", folder, REPOSITORY, "--yes")
     assert online.requests == []
     before = (folder / "README.md").read_text()
     assert not hub.plan_push(folder, REPOSITORY, install=INSTALL).refusals
@@ -516,23 +496,21 @@ def test_the_card_that_is_shown_is_the_one_that_is_sent(measured, options, folde
     if measured:
         (folder / "benchmark.json").write_text(json.dumps(converted.benchmark()))
         write_card(folder)
-    card = (folder / "README.md").read_text()
-    (folder / "README.md").write_text(f"{card}\nMy own remarks.\n")
+    with (folder / "README.md").open("a") as file:
+        file.write("\nMy own remarks.\n")
     before = {path: path.read_bytes() for path in folder.rglob("*")}
-    assert status(folder, REPOSITORY, "--show-card", *options) == 0
-    shown, err = capsys.readouterr()
+    line = ("push", folder, REPOSITORY, *options)
+    card, err = shown(capsys, *line, "--show-card")
     assert err == "" and before == {path: path.read_bytes() for path in folder.rglob("*")} and online.requests == []
-    assert "\n# tiny-kdeformer\n" in shown and shown.endswith("My own remarks.\n")
-    assert '"ORG/NAME"' not in shown and shown.count(f'"{REPOSITORY}"') >= 2
-    assert f"\npip install {options[-1] if options else converted.ORIGIN['install']}\n" in shown
-    assert status(folder, REPOSITORY, "--show-card", "--json", *options) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["card"] == shown
-    assert status(folder, REPOSITORY, "--yes", *options) == 0
+    assert "\n# tiny-kdeformer\n" in card and card.endswith("My own remarks.\n")
+    assert '"ORG/NAME"' not in card and card.count(f'"{REPOSITORY}"') >= 2
+    assert f"\npip install {options[-1] if options else converted.ORIGIN['install']}\n" in card
+    plan = run_json(capsys, *line, "--show-card")
+    assert plan["card"] == card
     # What the list of the dry run says is reported again, and true.
-    assert ("Card: no complete measurements" in capsys.readouterr().out) == (not measured)
+    assert ("Card: no complete measurements" in shown(capsys, *line, "--yes").out) == (not measured)
     sent = online.repositories[REPOSITORY].files
-    assert sent["README.md"].decode() == shown
+    assert sent["README.md"].decode() == card
     assert {name: len(content) for name, content in sent.items()} == {
         entry["path"]: entry["bytes"] for entry in plan["files"]
     }
@@ -560,7 +538,7 @@ def test_incomplete_measurements_are_reported(folder):
 
 
 DAMAGED = {
-    "not converted": (lambda f: _edit(f, attn_implementation=None), "names no attention method"),
+    "not converted": (lambda f: (f / "config.json").write_text('{"model_type": "bert"}'), "names no attention method"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "broken config": (lambda f: (f / "config.json").write_text('{"a": '), "config.json"),
     "no card": (lambda f: (f / "README.md").unlink(), "write_card"),
@@ -581,20 +559,12 @@ DAMAGED = {
 }
 
 
-def _edit(folder, **changes):
-    path = folder / "config.json"
-    values = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
-
-
 @pytest.mark.parametrize("case", DAMAGED)
 def test_refused_before_any_request(case, folder, online, capsys):
     damage, message = DAMAGED[case]
     damage(folder)
     for sending in ([], ["--yes"]):
-        assert status(folder, REPOSITORY, *sending) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and len(err.splitlines()) == 1 and message in err
+        assert message in refused(capsys, "push", folder, REPOSITORY, *sending)
     assert online.requests == []
 
 
@@ -603,9 +573,7 @@ def test_refused_before_any_request(case, folder, online, capsys):
 )
 def test_names_and_sources_that_cannot_be(name, made, online, capsys):
     arguments = [REPOSITORY, name, "/home/me/package"] if name == "--install" else [name]
-    assert status(made, *arguments, "--yes") == 2
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and ("--install" in err) == ("--install" in arguments)
+    assert ("--install" in refused(capsys, "push", made, *arguments, "--yes")) == ("--install" in arguments)
     assert online.requests == []
 
 
@@ -624,22 +592,25 @@ def answering(pattern, answer):
     return lambda online, *_: online.answers.append((pattern, answer))
 
 
+def broken_upload(online, patch, folder):
+    def fail(*args, **options):
+        raise RuntimeError("Error while uploading a file") from ConnectionResetError("the connection broke")
+
+    patch.setattr(HfApi, "create_commit", fail)
+
+
 NOTHING, REPOSITORY_ONLY = "nothing had been sent", "the repository exists"
 PREVENTED = {
     "offline": (lambda _, patch, __: patch.setattr(constants, "HF_HUB_OFFLINE", True), 2, "unset HF_HUB_OFFLINE", ""),
     "no token": (no_token, 2, "hf auth login", ""),
     "wrong token": (lambda _, patch, __: patch.setenv("HF_TOKEN", "hf_wrong"), 1, "401", NOTHING),
     "bad card": (bad_card, 1, "must be an identifier", NOTHING),
-    "unreachable": (
-        answering(".*", hub_server.http.ConnectError("could not connect")),
-        1,
-        "could not connect",
-        NOTHING,
-    ),
+    "unreachable": (answering(".*", hub_server.http.ConnectError("not connected")), 1, "not connected", NOTHING),
     "card": (answering("POST /api/validate-yaml", 500), 1, "500", NOTHING),
     "create": (answering("POST /api/repos/create", 403), 1, "403", NOTHING),
     "preupload": (answering(".*/preupload/main", 503), 1, "503", REPOSITORY_ONLY),
     "commit": (answering(".*/commit/main", 429), 1, "429", REPOSITORY_ONLY),
+    "upload": (broken_upload, 1, "the connection broke; ", f"{REPOSITORY_ONLY} or was created, and its files"),
 }
 
 
@@ -647,25 +618,12 @@ PREVENTED = {
 def test_what_prevents_a_push_is_one_line_that_says_what_was_sent(case, folder, online, monkeypatch, capsys):
     change, code, message, sent = PREVENTED[case]
     change(online, monkeypatch, folder)
-    assert status(folder, REPOSITORY) == 0  # without --yes there are no requests
-    capsys.readouterr()
-    assert online.requests == [] and status(folder, REPOSITORY, "--yes") == code
-    out, err = capsys.readouterr()
-    assert out == "" and len(err.splitlines()) == 1 and hub_server.TOKEN not in err
-    assert message in err and sent in err and (code == 1 or online.requests == [])
+    shown(capsys, "push", folder, REPOSITORY)
+    assert online.requests == []  # without --yes
+    err = refused(capsys, "push", folder, REPOSITORY, "--yes", status=code)
+    assert message in err and sent in err and hub_server.TOKEN not in err and (code == 1 or online.requests == [])
     assert all(not repository.files for repository in online.repositories.values())
-    assert bool(online.repositories) == (sent == REPOSITORY_ONLY)
-
-
-def test_the_cause_of_a_failed_upload_is_named(made, online, monkeypatch):
-    def fail(*args, **options):
-        raise RuntimeError("Error while uploading a file") from ConnectionResetError("the connection broke")
-
-    monkeypatch.setattr(HfApi, "create_commit", fail)
-    with pytest.raises(
-        hub.PushError, match="the connection broke; the repository exists or was created, and its files"
-    ):
-        hub.push(made, REPOSITORY)
+    assert bool(online.repositories) == sent.startswith(REPOSITORY_ONLY)
 
 
 def test_private_files_are_not_sent_to_a_public_repository(made, online):

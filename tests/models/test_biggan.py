@@ -23,35 +23,37 @@ LAYERS = [[True, 16, 8], [False, 8, 8], [True, 8, 4], [False, 4, 2], [True, 2, 1
 SIZES = {"channel_width": 8, "z_dim": 12, "num_classes": 6, "layers": LAYERS, "attention_layer_position": 3}
 RECTANGULAR = [name for name in hea.available_methods() if hea.method_info(name).rectangular]
 SQUARE = [name for name in hea.available_methods() if not hea.method_info(name).rectangular]
-each_norm = pytest.mark.parametrize("spectral_norm", [False, True])
 
 
-def tiny(method: str | None = None, seed: int = 0, sharpness: float = 1.5, **changes) -> BigGANModel:
-    """Return a small model in eval mode, whose weights and statistics make every part affect the output."""
-    config = BigGANConfig(**{**SIZES, **changes})
-    if method is not None:
-        config.efficient_attention = {"method": method}
-    model = BigGANModel(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gamma"):
-                parameter.fill_(0.8)
-            elif parameter.ndim > 1 and "learned_parameters" not in name:
-                std = sharpness if ".theta." in name or ".phi." in name else 1.0
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(std * noise / parameter[0].numel() ** 0.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("running_means"):
-                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-            elif name.endswith("running_vars"):
-                buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
-        if config.spectral_norm:
-            model.train()
-            for _ in range(8):
-                model(torch.randn(2, config.z_dim, generator=generator), 0)
-            model.eval()
-    return model
+@torch.no_grad()
+def randomized(model: torch.nn.Module, sharpness: float = 1.5):
+    """Return a model of this package or of the original one in eval mode, every part of which affects the output."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("gamma"):
+            parameter.fill_(0.8)
+        elif parameter.ndim > 1:
+            std = sharpness if "theta" in name or "phi" in name else 1.0
+            parameter.copy_(std * noise / parameter[0].numel() ** 0.5)
+        else:
+            parameter.copy_(0.6 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_means"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("running_vars"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+    # Steps of the power iteration, since the vectors of a spectral norm still belong to the weights before.
+    model.train()
+    for _ in range(30 if any(name.endswith("_u") for name, _ in model.named_buffers()) else 0):
+        model(
+            torch.randn(1, 12, generator=generator), torch.rand(1, model.config.num_classes, generator=generator), 0.5
+        )
+    return model.eval()
+
+
+def tiny(sharpness: float = 1.5, **changes) -> BigGANModel:
+    return randomized(BigGANModel(BigGANConfig(**{**SIZES, **changes})), sharpness)
 
 
 def inputs(batch: int = 3, truncation: float = 0.5) -> dict:
@@ -157,8 +159,7 @@ def test_one_compiled_graph_serves_every_truncation():
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """The folder of `tiny()`."""
-    folder = tmp_path_factory.mktemp("exact")
-    tiny().save_pretrained(folder)
+    tiny().save_pretrained(folder := tmp_path_factory.mktemp("exact"))
     return folder
 
 
@@ -195,7 +196,7 @@ def test_methods_without_a_rectangular_form_are_refused(method, stored):
     images(model)
 
 
-@each_norm
+@pytest.mark.parametrize("spectral_norm", [False, True])
 def test_new_models_are_initialized_however_they_are_created(spectral_norm, tmp_path):
     config = BigGANConfig(**SIZES, spectral_norm=spectral_norm)
     torch.manual_seed(0)
@@ -214,24 +215,10 @@ def test_new_models_are_initialized_however_they_are_created(spectral_norm, tmp_
         assert torch.isfinite(images(model.eval(), class_label=1)).all()
 
 
-@each_norm
-def test_saving_and_loading_keeps_the_output(spectral_norm, tmp_path):
-    model = tiny(spectral_norm=spectral_norm)
-    first = images(model)
-    for turn, auto in enumerate((BigGANModel, AutoModel)):
-        model.save_pretrained(tmp_path / str(turn), max_shard_size="100KB" if turn else "1GB")
-        config = AutoConfig.from_pretrained(tmp_path / str(turn))
-        assert type(config) is BigGANConfig and config.spectral_norm is spectral_norm
-        model = loaded(tmp_path / str(turn), auto)
-        # After loading a weight has another memory alignment, and its spectral norm rounds differently.
-        close(images(model), first, 1e-5 if spectral_norm else 0)
-    close(images(copy.deepcopy(model)), first, 1e-5)
-    assert (images(loaded(tmp_path / "1", dtype=torch.bfloat16)).float() - first).abs().mean() < 0.05
-
-
 def test_spectral_norm_is_removed_and_added_on_loading(tmp_path):
     kept = tiny(spectral_norm=True)
     kept.save_pretrained(tmp_path / "kept")
+    assert AutoConfig.from_pretrained(tmp_path / "kept").spectral_norm is True
     plain = loaded(tmp_path / "kept", spectral_norm=False)
     assert "generator.conv_to_rgb.weight" in plain.state_dict()
     close(images(plain), images(kept), 1e-5)
@@ -401,20 +388,7 @@ def theirs(folder, kind: str = "kept", **changes):
     """Write a generator of the package, with random weights and statistics, into a folder, and return it."""
     config = package().BigGANConfig(**{**SIZES, "class_embed_dim": 12, **SMALL, **changes})
     torch.manual_seed(7)
-    model = package().BigGAN(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        for name, buffer in model.named_buffers():
-            if name.endswith("running_means"):
-                buffer.normal_(std=0.5)
-            elif name.endswith("running_vars"):
-                buffer.uniform_(0.5, 2.0)
-        model.generator.layers[config.attention_layer_position].gamma.fill_(0.6)
-        # Steps of the power iteration, since the vectors still belong to the weights before.
-        model.train()
-        for _ in range(5):
-            model(torch.randn(1, 12), torch.rand(1, 6), 0.5)
+    model = randomized(package().BigGAN(config))
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     if kind == "kept":
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
@@ -423,7 +397,7 @@ def theirs(folder, kind: str = "kept", **changes):
             if hasattr(module, "weight_orig"):
                 torch.nn.utils.remove_spectral_norm(module)
         save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / "model.safetensors")
-    return model.eval()
+    return model
 
 
 @torch.no_grad()
@@ -461,7 +435,7 @@ def test_images_are_equal_at_every_truncation(kind, spectral_norm, n_stats, size
     for truncation in TRUNCATIONS if n_stats == 51 and size == 32 else (0.02, 0.43, 0.7, 0.99):
         assert difference(ours, model, truncation) < 1e-5, truncation
     if n_stats == 51:  # images at different truncations do differ
-        assert difference(ours, model, 0.58, at=0.56) > 0.05
+        assert difference(ours, model, 0.58, at=0.56) > 0.03
 
 
 def test_config_file_without_model_type(tmp_path):
@@ -475,19 +449,15 @@ def test_config_file_without_model_type(tmp_path):
     assert difference(loaded(tmp_path, config=config), model) < 1e-5
 
 
-@pytest.mark.parametrize("part", ["weight_orig", pytest.param("weight_v", marks=pytest.mark.exhaustive)])
-def test_incomplete_spectral_norm_is_reported(part, tmp_path):
+def test_missing_and_unknown_names_are_reported(tmp_path):
     state = theirs(tmp_path).state_dict()
-    del state[f"generator.layers.0.conv_1.{part}"]
+    part = state.pop("generator.layers.0.conv_1.weight_orig")
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(RuntimeError):
         BigGANModel.from_pretrained(tmp_path)
     _, report = BigGANModel.from_pretrained(tmp_path, spectral_norm=True, output_loading_info=True)
     assert len(report["missing_keys"]) == 1
-
-
-def test_missing_and_unknown_names_are_reported(tmp_path):
-    state = theirs(tmp_path).state_dict()
+    state["generator.layers.0.conv_1.weight_orig"] = part
     state["generator.more.weight"] = state.pop("generator.bn.bias")
     torch.save(state, tmp_path / "pytorch_model.bin")
     _, report = BigGANModel.from_pretrained(tmp_path, output_loading_info=True)

@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_kernels_available
 
 import converted
 import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+from commands import run_json
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.standalone import export
@@ -131,9 +131,7 @@ def test_kernels_import_pytorch_only():
 
 def test_layout_of_a_repository(tmp_path, capsys):
     folder = tmp_path / "far"
-    arguments = ["export-kernel", "wildcat", "--repo", "org/my_wildcat", "-o", str(folder), "--json"]
-    assert cli.run(cli.app, arguments, "hf-efficient-attn") == 0
-    done = json.loads(capsys.readouterr().out)
+    done = run_json(capsys, "export-kernel", "wildcat", "--repo", "org/my_wildcat", "-o", folder)
     assert done["function"] == "org/my_wildcat:wildcat"
     build = pytest.importorskip("tomllib").loads((folder / "build.toml").read_text())
     assert build["general"] == {

@@ -136,10 +136,7 @@ REFUSED = {
     "no data": ("linear", HEDGEHOG, [], {}, "there is no batch"),
     "one batch": ("linear", HEDGEHOG, 1, {}, "there is a single batch"),
     "text": ("linear", HEDGEHOG, "a text", {}, "a batch is a mapping"),
-    "nothing": ("linear", {}, 4, {}, "use feature_map='hedgehog' or feature_map='t2r' or feature_map='exp'"),
     "convolution": ("nystromformer", {"num_landmarks": 8}, 4, {}, "use conv_kernel_size=3"),
-    "no learned parameters": ("kdeformer", {}, 4, {}, "has no learned parameters.*linformer"),
-    "loss": ("linear", HEDGEHOG, 4, {"loss": "outputs"}, "Did you mean 'output'"),
     "steps": ("linear", HEDGEHOG, 4, {"steps": 0}, "1 or more, an integer"),
     "layer": ("linear", HEDGEHOG, 4, {"layers": [7]}, "no attention in layers"),
     "hyperparameter": ("linear", {"features": "hedgehog"}, 4, {}, "features"),
@@ -303,12 +300,3 @@ def test_an_error_or_interruption_in_the_second_stage_keeps_the_last_state(rank,
     after = values(model, False)
     assert list(after) == list(before) and values(model, True)
     assert not all(torch.equal(p, before[name]) for name, p in after.items())
-
-
-def test_refusals_of_the_second_stage():
-    with pytest.raises(hea.UnsupportedAttentionError, match="Did you mean 'logits'"):
-        FinetuningOptions(steps=5, target="logit")
-    with pytest.raises(hea.UnsupportedAttentionError, match="converted to kdeformer already"):
-        hea.distill(tiny_model("bert", "kdeformer"), "linear", batches(), steps=2, **HEDGEHOG)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"rounded away.*dtype=torch\.float32"):
-        make_teacher(tiny_model("bert").bfloat16(), FinetuningOptions(steps=5))
