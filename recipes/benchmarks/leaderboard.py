@@ -9,7 +9,8 @@ methods that define their own attention (`linear`, `performer`, ...) have large 
 A row of leaderboard.json has these keys:
 
 - "model", "task", "method", "hyperparameters", "tokens", "batch", "data"
-- "output_error": of the last hidden states against exact attention, relative, Frobenius norm
+- "output_error": of the last hidden states against exact attention, relative, Frobenius norm; null for "sdpa, chunks
+  of N", where a text beyond the model's N positions is embedded as the mean of its pieces
 - "layer_error": relative operator norm of the layers' outputs, mean over layers and heads
 - "agreement", and "agreement_measure", which says what it is: the cosine of embeddings, the ratio of perplexities, ...
 - "speed_up", "speed_up_min", "speed_up_max": time of exact attention over that of the method in the same round, for a
@@ -23,6 +24,7 @@ error and speed. Duration: half an hour on two idle cores. Expected: docs/leader
 
 import contextlib
 import itertools
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -99,7 +101,8 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     for model, group in itertools.groupby(rows, lambda row: row["model"]):
         parts.append(f"## {model}")
         for tokens, some in itertools.groupby(group, lambda row: row["tokens"]):
-            best = sorted(some, key=lambda row: row["output_error"])
+            # An embedding as the mean of pieces has an agreement, but no states to compare.
+            best = sorted(some, key=lambda row: math.inf if row["output_error"] is None else row["output_error"])
             measure = best[0]["agreement_measure"]
             parts += [f"{tokens:,} tokens (agreement: {measure})", commands.table_of(best, _COLUMNS)]
     return "\n\n".join(parts) + "\n"
@@ -113,7 +116,8 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     figure = Figure(figsize=(5 * len(models), 4.5), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
         own = [row for row in rows if row["model"] == model]
-        longest = [row for row in own if row["tokens"] == own[-1]["tokens"] and row["method"] != EXACT]
+        compared = [row for row in own if row["method"] != EXACT and row["output_error"] is not None]
+        longest = [row for row in compared if row["tokens"] == own[-1]["tokens"]]
         axes.set(title=f"{model}, {own[-1]['tokens']:,} tokens", xscale="log", yscale="log")
         axes.set(xlabel="times as fast as exact attention", ylabel="relative error of the last hidden states")
         axes.axvline(1.0, color="gray", linestyle=":")
