@@ -196,7 +196,7 @@ def passages(paths: Sequence[str]) -> Dataset:
     generator, found = random.Random(0), []
     for path in text_files(paths):
         words = [word for word in read_text(path).split() if "_" not in word]
-        for start in range(0, len(words) - _PASSAGE, _PASSAGE):
+        for start in range(0, len(words) - _PASSAGE + 1, _PASSAGE):
             source: list[str] = []
             target: list[str] = []
             passage = words[start : start + _PASSAGE]

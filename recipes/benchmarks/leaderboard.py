@@ -9,7 +9,8 @@ methods that define their own attention (`linear`, `performer`, ...) have large 
 A row of leaderboard.json has these keys:
 
 - "model", "task", "method", "hyperparameters", "tokens", "batch", "data"
-- "output_error": of the last hidden states against exact attention, relative, Frobenius norm
+- "output_error": of the last hidden states against exact attention, relative, Frobenius norm; null for "sdpa, chunks
+  of N", where a text beyond the model's N positions is embedded as the mean of its pieces
 - "layer_error": relative operator norm of the layers' outputs, mean over layers and heads
 - "agreement", and "agreement_measure", which says what it is: the cosine of embeddings, the ratio of perplexities, ...
 - "speed_up", "speed_up_min", "speed_up_max": time of exact attention over that of the method in the same round, for a
@@ -44,10 +45,12 @@ from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import check_folder, replacing
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.inputs import deit
+from recipes.common.commands import existing
+from recipes.common.inputs import book_paths, deit
 
 app = commands.new_app()
 
+PHOTOGRAPHS = "images/imagenet1k-sample-original-100.zip"
 FILES = ("leaderboard.json", "leaderboard.md", "leaderboard.png")
 TEXT_LENGTHS, PIXEL_LENGTHS = [512, 2048, 4096], [577, 1025]
 _KEPT = (
@@ -155,16 +158,14 @@ def leaderboard(
     known = {"minilm": minilm_folder, "deit": lambda: deit(folder), "gpt2-books": lambda: folder / "models/gpt2-books"}
     chosen = dict(one.partition("=")[::2] for one in model or known)
     commands.check_known("--model", [name for name, path in chosen.items() if not path], known)
-    text = commands.existing(folder / "text" / "books", "books")
-    pictures = commands.existing(folder / "images" / "imagenet1k-sample-original-100.zip", "photographs")
     with use_threads(threads):
         for name, path in chosen.items():
             source = pathlib.Path(path) if path else known[name]()
             own, is_image = usable(source, configs), takes_pictures(load_model(open_checkpoint(source)))
             sizes = parse_lengths(lengths) or (PIXEL_LENGTHS if is_image else TEXT_LENGTHS)
-            book = pictures if is_image else sorted(text.glob("*.gz"))[0]
+            examples = existing(folder / PHOTOGRAPHS, "photographs") if is_image else book_paths(folder, 1)[0]
             procedure = Procedure(rounds=rounds, rows=rows, device=parse_device(device), new_tokens=0)
-            result = benchmark_checkpoint(source, own, sizes, data=book, procedure=procedure)
+            result = benchmark_checkpoint(source, own, sizes, data=examples, procedure=procedure)
             found += rows_of(name, result)
             write(found, output)
     typer.echo(page(found))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 import torch
@@ -12,10 +13,13 @@ import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
+from hf_efficient_attn.io.reading import read_text
 from recipe_commands import run
-from recipes.benchmarks import error, error_bound, tasks
+from recipes import translation
+from recipes.benchmarks import error, error_bound, leaderboard, tasks
 from recipes.common import inputs as real_inputs
-from tiny_recipes import write
+from recipes.common.data.text import text_files
+from tiny_recipes import prose, train, write
 
 # --- errors ---
 
@@ -93,6 +97,75 @@ def test_causal_errors_omit_methods_without_causal_form(activations, monkeypatch
         out = capsys.readouterr().out
         assert [out.count(f"\n| {name} ") for name in ("linear", "kdeformer", "nystromformer")] == counts
         assert ("mean of the values so far" in out) == bool(causal) and " * |" in out
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_with_the_bias_of_alibi(causal, activations, table):
+    """`linear` cannot add it and is left out. A window over all 48 tokens is exact."""
+    words = "--alibi --method longformer,linear --seeds 1 --budget 8,200"
+    rows, out = table(error, words, "--causal" * causal)
+    assert [row["method"] for row in rows] == ["longformer"] * 2
+    assert all((float(row["error"]) > 0.01) == (row["budget"] == "8") for row in rows) and "minilm with ALiBi" in out
+    slopes = real_inputs.alibi(4, 2)
+    assert slopes[:, 2].tolist() == [0] * 4 and slopes[:, 0].tolist() == slopes[:, 4].tolist()
+    assert slopes[:, 3].tolist() == [-(2.0**-2), -(2.0**-4), -(2.0**-6), -(2.0**-8)]
+
+
+def test_a_t5_restores_words_and_is_measured(here, tmp_path, table):
+    """The recipe translation.py with `--restore`, and the error of attention in the encoder that it has trained."""
+    pairs = translation.passages([str(here / "corpus")])
+    texts = [read_text(path).split() for path in text_files([str(here / "corpus")])]
+    whole = [words[i : i + 300] for words in texts for i in range(0, len(words) - 299, 300)]
+    assert len(pairs) == len(whole) == 4
+    for pair, passage in zip(pairs, whole, strict=True):
+        spans = iter(pair["target"].removeprefix("_ ").split(" _ "))
+        words = pair["source"].split()
+        assert 5 < words.count("_") < 30 and len(words) - words.count("_") < 290
+        assert " ".join(next(spans) if word == "_" else word for word in words).split() == passage
+        assert next(spans, None) is None
+    sizes = "d_model=32 d_kv=16 d_ff=32 num_layers=2 num_heads=2"
+    words = f"ONLY --restore {here / 'corpus'} --eval_share 0.25 --model_type t5 --train_tokenizer 300 --max_steps 3"
+    words += (
+        f" --config_overrides {sizes} --attention longformer --use_cpu --max_source_length 64 --max_target_length 8"
+    )
+    report = train("translation", here, tmp_path / "t5", *words.split())
+    assert report["rows"] == {"train": 3, "eval": 1} and report["efficient_attention"]["layers"] == ["encoder"]
+    write(tmp_path / "text" / "books" / "book.txt.gz", gzip.compress(prose(400, 1).encode()))
+    words = "--tokens 48 --inputs 1 --seeds 1 --method longformer,linear --budget 8,200 --data"
+    rows, out = table(error, words, tmp_path, "--model", tmp_path / "t5")
+    assert [(row["method"], float(row["error"]) < 1e-5) for row in rows] == [
+        ("longformer", False),
+        ("longformer", True),
+    ]
+    assert "48 tokens, 2 layers, 2 heads of 16, 1 inputs" in out
+
+
+# --- leaderboard ---
+
+
+def test_the_leaderboard_of_a_model(here, tmp_path, capsys):
+    """48 tokens are more than the 32 positions, so that exact attention is measured in chunks as well."""
+    write(tmp_path / "text" / "books" / "book.txt.gz", gzip.compress(prose(800, 1).encode()))
+    write(tmp_path / "images" / "imagenet1k-sample-original-100.zip", b"")
+    words = f"--model tiny={here / 'encoder'} --lengths 48 --rows 1 --rounds 1 --method longformer:window_size=4,linear"
+    words += f" --data {tmp_path} -o {tmp_path / 'out'}"
+    assert run(leaderboard, words) == 0
+    page = (tmp_path / "out" / "leaderboard.md").read_text()
+    assert page in capsys.readouterr().out and "## tiny" in page and "48 tokens (agreement: cosine)" in page
+    rows = json.loads((tmp_path / "out" / "leaderboard.json").read_text())["rows"]
+    described = re.findall(r'"([a-z_]+)"', leaderboard.__doc__.partition("leaderboard.json has")[2])
+    assert all(row.keys() | {"seconds"} == {*described} for row in rows)
+    exact, window, linear, chunks = rows
+    assert (exact["model"], exact["method"], exact["tokens"]) == ("tiny", "sdpa", 48)
+    assert (exact["output_error"], exact["layer_error"], exact["speed_up"]) == (0, 0, 1)
+    assert window["hyperparameters"]["window_size"] == 4 and chunks["method"] == "sdpa, chunks of 32"
+    for row in (window, linear):
+        assert 0 < row["output_error"] < 1 and 0 < row["layer_error"] < 1 and 0.5 < row["agreement"] < 1
+        assert row["exact_peak_memory_mib"] == exact["peak_memory_mib"]
+    best = sorted((exact, window, linear), key=lambda row: row["output_error"])
+    assert re.findall(r"^\| (.*?) +\|", page, re.M)[1:] == [row["method"] for row in (*best, chunks)]
+    assert (tmp_path / "out" / "leaderboard.png").stat().st_size > 10_000
+    assert run(leaderboard, words) == 2 and "give --force" in capsys.readouterr().err
 
 
 # --- auto's bound ---

@@ -3,8 +3,6 @@
 import functools
 import json
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from recipes.common.data import image_tensors, images
 from recipes.common.data.image_tensors import Evaluation, Norm, PictureDataset, Training
 from recipes.common.data.images import class_indices, read_class_list
 from tiny_models import tiny_model
-from tiny_recipes import ROOT, lay_out, packed, painted, refuses, train
+from tiny_recipes import lay_out, packed, painted, refuses, train
 
 datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
 PLAIN = Norm((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3)
@@ -362,22 +360,6 @@ def test_models_with_a_fixed_resolution(here):
     assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
     model.forward = lambda pixel_values, labels=None: None
     refuses("cannot interpolate its positions", imagenet.fit_resolution, model, 64)
-
-
-@pytest.mark.exhaustive
-def test_as_a_process(here, tmp_path):
-    def script(*options):
-        line = [sys.executable, "recipes/imagenet.py", *map(str, options)]
-        return subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-
-    helped = script("--help")
-    assert helped.returncode == 0 and "recipes/imagenet.py --model_name_or_path" in helped.stdout
-    assert all(f"--{name}" in helped.stdout for name in ("train_data", "class_list", "stages", "resolution"))
-    refused = script("--model", here / "vit", "--train_data", tmp_path / "absent", "--output_dir", tmp_path / "out")
-    assert refused.returncode == 2 and refused.stdout == ""
-    # A CUDA build of torch prints such a line on a machine with CUDA's compiler and without a GPU.
-    lines = [line for line in refused.stderr.splitlines() if "No CUDA runtime is found" not in line]
-    assert lines == [f"error: no such folder or zip file: {tmp_path / 'absent'}"]
 
 
 # --- T2T-ViT ---

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipe_commands import run
-from recipes.benchmarks import attention, distilled, error, error_bound, flurka, peers, tasks
+from recipes.benchmarks import attention, distilled, error, error_bound, flurka, leaderboard, peers, tasks
 from recipes.experiments import __main__ as experiments
 from recipes.experiments import arms
 from tiny_recipes import refuses, train
@@ -129,9 +129,13 @@ MEASURED = [
     (error, "--data no/such/folder --model deit", "HEA_DATA"),
     (error, "--method longformer:global_tokens=200", "budget of 128"),
     (error, "--half bfloat16 --tradeoff a.png", "leave out --half"),
+    (error, "--half bfloat16 --alibi", "leave out --alibi and a T5"),
+    (error, "--half bfloat16 --model OUT", "leave out --alibi and a T5"),
+    (error, "--alibi --method linear", "no form with a bias by distance"),
     (error, "--defaults --budget 8", "leave out --budget and --half"),
     (error_bound, "--auto --source gpt2", "not one of books, xquad, photographs"),
     (error_bound, "--auto --budget 64", "leave out --rows, --budget and --method"),
+    (leaderboard, "--model tiny -o OUT/out", "--model 'tiny' is not one of minilm, deit, gpt2-books"),
     (peers, "--length 1000", "multiples of 512"),
     (peers, "--peer flash", "nystrom-attention"),
     (peers, "--peer linformer --causal", "causal form"),
