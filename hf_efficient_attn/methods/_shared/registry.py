@@ -259,15 +259,14 @@ def _no_method(value: object) -> str:
             f"{value!r} is exact attention, which is no method of this package: call hea.convert(model, {value!r}), or "
             "torch.nn.functional.scaled_dot_product_attention"
         )
-    order = ""
-    if isinstance(value, Tensor):
-        order = "before the tensors: hea.attention(method, query, key, value)"
-    elif isinstance(value, nn.Module):
-        order = "after the model: hea.convert(model, method)"
-    if order:
+    if isinstance(value, (Tensor, nn.Module)):
+        orders = (
+            "before the tensors: hea.attention(method, query, key, value)",
+            "after the model: hea.convert(model, method)",
+        )
         return (
             f"a {type(value).__name__} is no attention method: give a name from hea.available_methods(), or a method's "
-            f"config, {order}"
+            f"config, {orders[isinstance(value, nn.Module)]}"
         )
     return unknown_method(value, _REGISTRY)
 
