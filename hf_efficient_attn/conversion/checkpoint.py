@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import open_checkpoint
-from hf_efficient_attn.checkpoint.files import refusing
+from hf_efficient_attn.checkpoint.files import Output, refusing
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.source import (
@@ -33,7 +33,6 @@ from hf_efficient_attn.checkpoint.source import (
     check_hub_id,
     provenance,
 )
-from hf_efficient_attn.checkpoint.staging import Output
 from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.hub.card import Facts, write_card
