@@ -24,9 +24,6 @@ from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibratio
 from hf_efficient_attn.methods import attention, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 
-__all__ = ["REGISTERED", "ModuleLocation", "head_slice_of", "is_causal_call", "make_attention_function", "method_at"]
-
-
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
 
