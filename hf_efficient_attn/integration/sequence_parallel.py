@@ -25,7 +25,7 @@ from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather, over_heads
-from hf_efficient_attn.ops.tracing import is_compiling
+from hf_efficient_attn.ops.tracing import refuse_in_graphs
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -215,10 +215,7 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     """The shards of the call of an attention module; None if its model is not divided."""
     if not is_parallel(module):
         return None
-    if is_compiling():
-        raise UnsupportedAttentionError(
-            "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-        )
+    refuse_in_graphs("sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out")
     shards: Shards | None = kwargs.get(_SHARDS) or getattr(module, _PARALLEL).current
     if shards is None:
         raise UnsupportedAttentionError(

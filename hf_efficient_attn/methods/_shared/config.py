@@ -322,16 +322,16 @@ class ShardedForm(Generic[ConfigT]):
 
 # The arguments of `attention` besides tensors and hyperparameters, and what other packages call them.
 ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads")
-_MASK = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
+MASK_ADVICE = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
 _BIAS = "use distance_bias, which depends on the distance alone; a bias for every pair is not supported"
 _NO_WEIGHTS = "leave it out, because no matrix of weights is computed"
 # Maps arguments of attention in PyTorch and Transformers, and of `hea.convert`, to what to do instead.
 _ELSEWHERE = {
-    "attn_mask": _MASK,
-    "mask": _MASK,
-    "key_mask": _MASK,
-    "padding_mask": _MASK,
-    "key_padding_mask": f"{_MASK}; key_padding_mask is True for padding, so give its opposite",
+    "attn_mask": MASK_ADVICE,
+    "mask": MASK_ADVICE,
+    "key_mask": MASK_ADVICE,
+    "padding_mask": MASK_ADVICE,
+    "key_padding_mask": f"{MASK_ADVICE}; key_padding_mask is True for padding, so give its opposite",
     "causal": "use is_causal",
     "scaling": "use scale",
     "softmax_scale": "use scale",
@@ -357,11 +357,6 @@ def check_names(config: MethodConfig, hyperparameters: Mapping[str, Any]) -> Non
             refuse(unknown_name("hyperparameter", name, (*known, *ARGUMENTS)), config)
         if name in config.learned_parameters and not isinstance(value, Tensor):
             refuse(no_tensor(name, value), config)
-
-
-def refuse_positional(method: str) -> NoReturn:
-    """Refuse a fourth argument by position, which PyTorch's attention takes for its mask."""
-    raise UnsupportedAttentionError(f"{method}: only query, key and value are given by position: for a mask {_MASK}")
 
 
 def no_tensor(name: str, value: object) -> str:

@@ -307,14 +307,6 @@ def learns(config: MethodConfig) -> bool:
     return bool(parameter_shapes(config))
 
 
-def learns_for_length(config: MethodConfig) -> bool:
-    """Whether a method with these hyperparameters has learned parameters whose shapes depend on the longest sequence.
-
-    Such parameters are tables that contract tokens. Feature maps belong to heads, and fit sequences of any length.
-    """
-    return parameter_shapes(config) != parameter_shapes(config, max_length=2)
-
-
 def parameters_of_slice(
     config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
 ) -> dict[str, Tensor]:
