@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_efficient_attn.errors import did_you_mean
-from hf_efficient_attn.methods import attention, available_methods, get_method, on_register, refuse_positional
+from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
+from hf_efficient_attn.methods import MASK_ADVICE, attention, available_methods, get_method, on_register
 
 _SUFFIX = "_attention"
 # The arguments of `attention` that a functional form has, besides hyperparameters and learned parameters.
@@ -36,7 +36,8 @@ def _functional_form(name: str) -> Callable[..., Tensor]:
 
     def call(*tensors: Tensor, **options: Any) -> Tensor:
         if len(tensors) > 3:
-            refuse_positional(name)
+            problem = "only query, key and value are given by position: for a mask"
+            raise UnsupportedAttentionError(f"{name}: {problem} {MASK_ADVICE}")
         given = {k: v for k, v in options.items() if v is not None or k not in info.learned_parameters}
         return attention(name, *tensors, **given)
 

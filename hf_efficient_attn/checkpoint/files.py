@@ -1,14 +1,20 @@
-"""Checks of files from untrusted sources, and error messages about them that fit on one line."""
+"""Checks of files from untrusted sources, with errors of one line, and an output folder.
+
+The folder is written as a whole, or not at all, and never at the cost of what others put there.
+"""
 
 import contextlib
+import errno
 import os
 import pathlib
+import shutil
 import stat
 from collections.abc import Iterator
 from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.io.json import read_json_object
+from hf_efficient_attn.io.writing import naming_errors
 
 _MAX_MESSAGE = 400
 
@@ -66,3 +72,98 @@ def read_object(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
     """Read the JSON object in a regular file inside the folder `inside`; see `regular_file` and `read_json_object`."""
     regular_file(path, inside)
     return read_json_object(path, name=short_name(path, inside))
+
+
+class Output:
+    """A folder that can be written without damage to `source`, the folder that is read, or to others.
+
+    What it contains when it is made may be replaced if `force` is True, and nothing else. A folder that cannot be
+    written, or would replace what must stay, is refused. The attribute `path` is absolute.
+    """
+
+    def __init__(self, output: "str | os.PathLike[str]", source: pathlib.Path, *, force: bool) -> None:
+        text, self._force = os.fspath(output), force
+        what = f"the output {shown(text)}"
+        with refusing(f"{what} is not the name of a folder", PermissionError):
+            text.encode()  # files of weights need names in UTF-8
+            given, source = pathlib.Path(text), source.resolve()
+            self.path = path = given.resolve()
+            anchor = next(folder for folder in (*path.parents, path) if os.path.lexists(folder))
+            # Beside the folder, or beside the first of its parents that must be made.
+            self._draft = anchor / f".{path.name}.converting"
+            for name in (path, self._draft):
+                with contextlib.suppress(FileNotFoundError):
+                    name.lstat()  # fails for names that are too long, or below a file
+            exists, is_folder, is_link = path.exists(), path.is_dir(), given.is_symlink()
+        inside = [x for x in (pathlib.Path.cwd(), pathlib.Path.home()) if x.resolve().is_relative_to(path)]
+        problems = {
+            "is in the source: give a folder outside it": path.is_relative_to(source),
+            "holds the source, which would be lost: give another": source.is_relative_to(path),
+            "is a symbolic link: give the folder it leads to": is_link,
+            "is a file: give the name of a new folder": exists and not is_folder,
+            f"holds {inside[0] if inside else ''}, which is never replaced": bool(inside),
+            "exists already; --force (force=True) replaces it": is_folder and not force and any(path.iterdir()),
+        }
+        for problem, applies in problems.items():
+            if applies:
+                raise UnsupportedAttentionError(f"{what} {problem}")
+        self._present = _contents(path)
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[pathlib.Path]:
+        """Write the folder as a whole, or not at all.
+
+        Yields a new, empty folder near it. When the `with` block ends it is renamed to the output; after an error it is
+        deleted. A process that is killed leaves at most this folder, `.NAME.converting`. Refused is an output that is
+        being written already. Something that has appeared or changed in its place during the work is left as it is.
+        """
+        try:
+            self._draft.mkdir()
+        except FileExistsError as error:
+            raise UnsupportedAttentionError(
+                f"another conversion to {shown(str(self.path))} is running, or was killed: in that case delete "
+                f"{self._draft}"
+            ) from error
+        try:
+            with naming_errors(f"the output {shown(str(self.path))}", "; nothing of it was kept"):
+                yield self._draft
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._rename()
+        finally:
+            shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _rename(self) -> None:
+        """Rename the draft to the output. What is replaced is moved aside first and returns if an error occurs."""
+        path, aside = self.path, self.path.with_name(f"{self.path.name}.replaced-{os.getpid()}")
+        is_replaced = self._force and os.path.lexists(path)
+        try:
+            if is_replaced:
+                os.rename(path, aside)
+                if not (aside.is_dir() and _contents(aside) <= self._present):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            elif os.path.lexists(path):
+                path.rmdir()  # fails if it is not empty
+            os.rename(self._draft, path)
+        except BaseException as error:
+            if is_replaced and os.path.lexists(aside) and self._draft.exists():
+                os.rename(aside, path)
+            if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise UnsupportedAttentionError(
+                    f"something else has written {shown(str(path))} during the conversion: it is left as it is, and "
+                    "the result is dropped; give another folder, or repeat the command with --force (force=True) to "
+                    "replace it"
+                ) from error
+            raise
+        if is_replaced:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _contents(folder: pathlib.Path) -> frozenset[tuple[str | int, ...]]:
+    """The relative paths of all that is in a folder, and what identifies the files and their contents."""
+    found: set[tuple[str | int, ...]] = set()
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            identity = (status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns)
+            found.add((str(path.relative_to(folder)), *(() if stat.S_ISDIR(status.st_mode) else identity)))
+    return frozenset(found)

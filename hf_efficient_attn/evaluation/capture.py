@@ -17,12 +17,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.attention import ModuleLocation, head_slice_of, is_causal_call
+from hf_efficient_attn.integration.attention import head_slice_of, is_causal_call
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
-from hf_efficient_attn.integration.models import attention_modules, configs_of, transformers_models
+from hf_efficient_attn.integration.models import ModuleLocation, attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error

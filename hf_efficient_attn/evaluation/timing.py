@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -91,12 +90,10 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
     return 1 if first > LONG_SECONDS else max(1, min(50, round(0.1 / max(1e-9, time_calls(work)))))
 
 
-def paired(
-    reference: Work, calls: Mapping[str, Work], rounds: int, bar: "tqdm[Any] | None" = None
-) -> tuple[Timing, dict[str, Timing]]:
+def paired(reference: Work, calls: Mapping[str, Work], rounds: int) -> tuple[Timing, dict[str, Timing]]:
     """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
 
-    Returns the timing of the reference, and label -> timing of the call. The bar is updated once per round and call.
+    Returns the timing of the reference, and label -> timing of the call.
     """
     number = calls_to_time(reference)
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
@@ -108,8 +105,6 @@ def paired(
             taken = time_calls(call, numbers[label])
             references.append(time_calls(reference, number))
             times[label].append((taken, statistics.fmean(references[-2:])))
-            if bar is not None:
-                bar.update()
     return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
 

@@ -20,7 +20,7 @@ from transformers.modelcard import TASK_MAPPING
 from transformers.models.auto import modeling_auto
 
 from hf_efficient_attn.checkpoint.files import refusing
-from hf_efficient_attn.checkpoint.provenance import FILE, TRAINED, read_origin
+from hf_efficient_attn.checkpoint.source import FILE, TRAINED, read_origin
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry

@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from hf_efficient_attn.integration.attention import REGISTERED, make_attention_function
-from hf_efficient_attn.integration.configs import add_default, extend_configs
+from hf_efficient_attn.integration.configs import DEFAULTS, extend_configs
 from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.integration.switching import extend_classes
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def _register_method(name: str) -> None:
-    add_default(name)
+    DEFAULTS[name] = EfficientAttentionConfig(name)
     AttentionMaskInterface.register(name, padding_mask)
     REGISTERED[name] = make_attention_function(name)
     AttentionInterface.register(name, REGISTERED[name])

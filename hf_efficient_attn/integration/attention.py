@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import refusals
-from hf_efficient_attn.integration.cache import NewKeys, cache_layer_of
+from hf_efficient_attn.integration.cache import LAYER, MethodLayer, NewKeys
 from hf_efficient_attn.integration.configs import settings_of
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
@@ -23,9 +23,6 @@ from hf_efficient_attn.integration.sequence_parallel import shard_attention, sha
 from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
 from hf_efficient_attn.methods import attention, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
-
-__all__ = ["REGISTERED", "ModuleLocation", "head_slice_of", "is_causal_call", "make_attention_function", "method_at"]
-
 
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
@@ -71,7 +68,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             if reason is not None:
                 refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
                 method = None
-        cached = cache_layer_of(key)  # which computes the call if its keys are not those of all tokens
+        # The cache layer that returned the keys computes the call if they are not those of all tokens.
+        cached: MethodLayer | None = getattr(key, LAYER, None)
         if cached is None or not is_causal or method != cached.method:
             if isinstance(key, NewKeys):
                 raise UnsupportedAttentionError(

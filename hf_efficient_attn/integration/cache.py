@@ -25,7 +25,7 @@ from hf_efficient_attn.ops.tracing import draw_seed, replaced_in_graphs
 _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 # The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
 # computed with as any others, and `NewKeys` without it are refused.
-_LAYER = "_state_layer"
+LAYER = "_state_layer"
 
 
 class NewKeys(Tensor):
@@ -102,7 +102,7 @@ class MethodLayer(DynamicLayer):
             )
         self.seen, self.was_used = self.seen + key.shape[-2], False
         new = key.as_subclass(NewKeys)
-        setattr(new, _LAYER, self)
+        setattr(new, LAYER, self)
         return new
 
     def attention(
@@ -181,11 +181,6 @@ class MethodLayer(DynamicLayer):
         self._select(lambda x: x[indices.to(x.device)])
 
 
-def cache_layer_of(key: Tensor) -> MethodLayer | None:
-    """The layer that returned these keys; None if they come from elsewhere."""
-    return getattr(key, _LAYER, None)
-
-
 class StateLayer(MethodLayer):
     """A cache layer of constant size for a method with a recurrence.
 
@@ -223,7 +218,7 @@ class StateLayer(MethodLayer):
     @replaced_in_graphs(lambda self, keys: keys)  # a graph keeps the keys
     def _marked(self, keys: Tensor) -> Tensor:
         marked = keys.view_as(keys)
-        setattr(marked, _LAYER, self)
+        setattr(marked, LAYER, self)
         return marked
 
     def _first_attention(self, query: Tensor, tokens: Tokens, options: dict[str, Any]) -> Tensor:

@@ -14,12 +14,7 @@ logger = logging.get_logger(__name__)
 
 _ATTRIBUTE = "efficient_attention"
 # The settings of each method's defaults. They are made at registration, because torch.compile cannot trace it.
-_DEFAULTS: dict[str, EfficientAttentionConfig] = {}
-
-
-def add_default(name: str) -> None:
-    """Make the settings of a new method with its default hyperparameters."""
-    _DEFAULTS[name] = EfficientAttentionConfig(name)
+DEFAULTS: dict[str, EfficientAttentionConfig] = {}
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
@@ -32,7 +27,7 @@ def settings_of(config: object, name: str) -> EfficientAttentionConfig:
     """The settings of a method in a model's config: those that it stores for the method, or the method's defaults."""
     stored = None if config is None else _stored(config)
     # After its model was switched by name, a config stores the settings of another method.
-    return _DEFAULTS[name] if stored is None or stored.method != name else stored
+    return DEFAULTS[name] if stored is None or stored.method != name else stored
 
 
 def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:

@@ -13,7 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.models import AttentionModule
-from hf_efficient_attn.methods import MethodConfig, get_method, learns, learns_for_length
+from hf_efficient_attn.methods import MethodConfig, get_method, learns, parameter_shapes
 
 # Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
 NAME = "learned_parameters"
@@ -129,7 +129,8 @@ def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
     max_length: int | None = 1
-    if learns_for_length(method):
+    # Tables that contract tokens are made for a length. Feature maps belong to heads, and fit any length.
+    if parameter_shapes(method) != parameter_shapes(method, max_length=2):
         max_length = getattr(method, "max_length", 0) or first(
             "max_tokens", "max_position_embeddings", "n_positions", "max_source_positions"
         )

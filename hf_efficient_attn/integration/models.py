@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -205,15 +205,16 @@ def layer_type(module: nn.Module, config: PreTrainedConfig) -> str | None:
 
 
 class Snapshot:
-    """The attributes of modules and configs at one moment, and of the dictionaries among them.
+    """The attributes of models, of their configs and of others at one moment, and of the dictionaries among them.
 
     That restores everything, because a switch to another method replaces attributes, and never writes into a tensor.
     """
 
-    def __init__(self, models: Iterable[nn.Module], configs: Iterable[PreTrainedConfig]) -> None:
+    def __init__(self, models: Sequence[PreTrainedModel], configs: Sequence[PreTrainedConfig] = ()) -> None:
         modules = dict.fromkeys(module for model in models for module in model.modules())
+        of_models = [config for model in models for config in configs_of(model)]
         self._saved: list[tuple[dict, dict]] = []
-        for holder in (*modules, *configs):
+        for holder in (*modules, *of_models, *configs):
             attributes = vars(holder)
             inner = [value for value in attributes.values() if type(value) in (dict, OrderedDict)]
             self._saved += [(present, dict(present)) for present in (attributes, *inner)]
@@ -230,11 +231,6 @@ class Snapshot:
         for present, saved in self._saved:
             present.clear()
             present.update(saved)
-
-
-def snapshot(models: Sequence[PreTrainedModel]) -> Snapshot:
-    """The present state of models and their configs, to be restored if a switch fails."""
-    return Snapshot(models, [config for model in models for config in configs_of(model)])
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:

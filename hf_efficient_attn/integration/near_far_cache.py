@@ -16,19 +16,15 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
-from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.tracing import refuse_in_graphs
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.
 _SMALLEST = 8
-_check_eager = refused_in_graphs(
-    "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave torch.compile or "
-    "the cache out"
-)
 
 
 class NearFarLayer(MethodLayer):
@@ -58,7 +54,10 @@ class NearFarLayer(MethodLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the keys and values (B, H_kv, N, .) of N new tokens, and return them for the attention function."""
-        _check_eager()
+        refuse_in_graphs(
+            "NearFarCache does not work in a compiled model, because its sizes depend on the padding: leave "
+            "torch.compile or the cache out"
+        )
         if self.keys is None:
             self.keys, self.values = key_states[:, :, :0].to(value_states.dtype), value_states[:, :, :0]
             self.position = torch.zeros(len(key_states), 0, dtype=torch.int64, device=key_states.device)

@@ -9,8 +9,8 @@ arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
@@ -277,12 +277,3 @@ def refuse_attentions(name: str, requested: object) -> None:
             f"output_attentions=True: {name} never computes the attention probabilities; load the model with "
             "attn_implementation='eager' to see them"
         )
-
-
-def refused_in_graphs(sentence: str) -> Callable[[], None]:
-    """A function that does nothing, but raises an error with the sentence in a call that is traced into a graph."""
-
-    def refuse() -> NoReturn:
-        raise UnsupportedAttentionError(sentence)
-
-    return replaced_in_graphs(refuse)(nothing)

@@ -23,9 +23,9 @@ from hf_efficient_attn.integration import models, positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.refusals import refused_in_graphs
 from hf_efficient_attn.methods import MethodConfig, sharded_attention
-from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather_plain, over_heads
+from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather, over_heads
+from hf_efficient_attn.ops.tracing import refuse_in_graphs
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -35,9 +35,6 @@ _PARALLEL = "_efficient_attention_parallel"
 _SHARDS = "sequence_shards"
 # Outputs of these come from one token of a sequence, or are averages over tokens.
 _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-_check_eager = refused_in_graphs(
-    "sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out"
-)
 
 
 def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
@@ -178,7 +175,7 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
         valid = mask.to(torch.bool)
     seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
     mine = torch.tensor([problem, batch, length, not valid.all(), seed], device=device)
-    found = gather_plain(mine, group).tolist()
+    found = gather(mine, group).tolist()
     codes, batches, lengths, is_padded, seeds = zip(*found, strict=True)
     for rank in (rank for rank, code in enumerate(codes) if code >= 0):
         what = list(problems)[codes[rank]]
@@ -193,7 +190,7 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
         positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
     if any(is_padded):
-        whole = gather_plain(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
+        whole = gather(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
         key_mask = torch.cat([x[:, :n] for x, n in zip(whole.unbind(0), lengths, strict=True)], 1)
     return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
 
@@ -218,7 +215,7 @@ def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
     """The shards of the call of an attention module; None if its model is not divided."""
     if not is_parallel(module):
         return None
-    _check_eager()
+    refuse_in_graphs("sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out")
     shards: Shards | None = kwargs.get(_SHARDS) or getattr(module, _PARALLEL).current
     if shards is None:
         raise UnsupportedAttentionError(

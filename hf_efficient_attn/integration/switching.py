@@ -37,7 +37,7 @@ def switch(
     configs; by default they stay as they are. `is_complete` is False for models that become parts of others, which have
     the layers that `layers` names.
     """
-    before = models.snapshot(roots)
+    before = models.Snapshot(roots)
     try:
         if change_configs is not None:
             change_configs()

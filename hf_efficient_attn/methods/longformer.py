@@ -16,7 +16,8 @@ from hf_efficient_attn.methods._shared.call import repeat_kv
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.exact import WindowCall, dense_attention, window_attention, window_bias, window_decode
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.exact import WindowCall, dense_attention, window_attention, window_bias
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
@@ -84,7 +85,14 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens. Without global tokens this reads only the cached keys within the window."""
-    return window_decode(query, key, value, options.key_mask, options.distance_bias, _call(config, options, True))
+    q_len, call, mask = query.shape[2], _call(config, options, True), options.key_mask
+    num_keys = key.shape[2] if call.num_global else min(call.window_size + q_len, key.shape[2])
+    key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
+    mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask[:, -num_keys:]
+    bias = window_bias(q_len, mask, options.distance_bias, call, query.dtype)
+    bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
+    # Batch rows take the place of heads in `attend`, and heads take the place of blocks.
+    return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out
 
 
 def forward_shard(

@@ -25,15 +25,17 @@ operations on all heads and buckets together, whatever the length.
 Up to `num_samples` valid keys, all keys are kept, so the output is exact. Gradients hold the selection fixed.
 """
 
-import functools
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.thinning import thinned_attention, thinned_attention_naive
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.thinning import draw_numbers, thin, thin_naive
+from hf_efficient_attn.ops.tokens import take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +64,31 @@ class ThinformerConfig(MethodConfig):
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    form = functools.partial(
-        thinned_attention, num_samples=config.num_samples, scale=options.scale, seed=options.seed,
-        batch=len(query), dropout_p=options.dropout_p,
-    )  # fmt: skip
-    return by_heads(form, query, key, value, options, config.num_samples)
+    count, scale, batch = config.num_samples, options.scale, len(query)
+
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+        token, log_weight = thin(key, value, key_mask, count, scale=scale, seed=options.seed, batch=batch)
+        keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
+        bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
+        return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=options.dropout_p).out[:, 0]
+
+    return by_heads(form, query, key, value, options, count)
 
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one head at a time without padding, with a dense matrix that has weight 0 for dropped keys."""
-    tensors, count = (query, key, value, options.key_mask), config.num_samples
-    return thinned_attention_naive(*tensors, count, scale=options.scale, seed=options.seed)
+    (batch, num_heads, _, _), (count, scale) = query.shape, (config.num_samples, options.scale)
+    out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
+    for b in range(batch):
+        valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
+        if not valid.any():
+            continue
+        draws = draw_numbers(int(valid.sum()), count, num_heads, options.seed, query.device)
+        for h in range(num_heads):
+            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
+            counts = thin_naive(keys, values, count, [draw[h] for draw in draws], scale=scale)
+            out[b, h] = (scale * query[b, h].double() @ keys.mT + counts.log()).softmax(-1) @ values
+    return out.to(value.dtype)
 
 
 register_method(ThinformerConfig, forward=forward, naive=naive)

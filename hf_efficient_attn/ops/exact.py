@@ -73,13 +73,6 @@ def exact_attention(
     return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p).squeeze(1)
 
 
-def exact_decode(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None, *, scale: float, dropout_p: float = 0.0
-) -> Tensor:
-    """Compute exact attention of the last queries, as in a decoding step: `biased_exact` without a bias."""
-    return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
-
-
 def bias_of(table: Tensor, distance: Tensor) -> Tensor:
     """Look up the bias of distances: table (H, 2R + 1), distance int64 (..., Nq, Nk) -> (H, ..., Nq, Nk)."""
     largest = (table.shape[1] - 1) // 2
@@ -350,20 +343,6 @@ def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: Window
     pairs = pairs & key_mask[:, None]  # (B, Nq, Nk)
     bias = mask_bias(pairs & (distance <= 0) if call.is_causal else pairs, dtype)[:, None]
     return bias if table is None else bias + bias_of(table.to(bias.dtype), distance)
-
-
-def window_decode(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, table: Tensor | None, call: WindowCall
-) -> Tensor:
-    """Compute causal `window_attention` of the last few queries. Only global tokens need keys outside the window."""
-    q_len = query.shape[2]
-    num_keys = key.shape[2] if call.num_global else min(call.window_size + q_len, key.shape[2])
-    key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
-    key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask[:, -num_keys:]
-    bias = window_bias(q_len, key_mask, table, call, query.dtype)
-    bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
-    # Batch rows take the place of heads in `attend`, and heads take the place of blocks.
-    return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out
 
 
 def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -141,11 +141,6 @@ def gather(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
     return out.view(group.size(), *x.shape)
 
 
-def gather_plain(x: Tensor, group: "dist.ProcessGroup") -> Tensor:
-    """Gather tensors of any dtype without a gradient."""
-    return gather(x.detach(), group)
-
-
 def total(tensors: Sequence[Tensor], group: "dist.ProcessGroup") -> list[Tensor]:
     """Sum each of several tensors of one dtype over all processes, in one collective."""
     with _explained("all_reduce", group):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
@@ -245,25 +245,6 @@ def thin(
     return index, count.log()
 
 
-def thinned_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    num_samples: int,
-    *,
-    scale: float,
-    seed: Seed,
-    batch: int,
-    dropout_p: float,
-) -> Tensor:
-    """Compute attention of queries (BH, Nq, D) to the tokens that `thin` keeps, with log-weights: (BH, Nq, Dv)."""
-    token, log_weight = thin(key, value, key_mask, num_samples, scale=scale, seed=seed, batch=batch)
-    keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
-    bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
-    return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=dropout_p).out[:, 0]
-
-
 def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, counts: Tensor) -> Tensor:
     """Compute the kernel of the differences between both tokens of each pair; 0 for pairs of fewer than two tokens.
 
@@ -351,21 +332,3 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor]
     for j, count in places:
         out[j] += count
     return out
-
-
-def thinned_attention_naive(
-    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed
-) -> Tensor:
-    """Compute `thinned_attention` of (B, H, N, .) tokens in the readable form, one head at a time, without padding."""
-    (batch, num_heads, _, _), device = query.shape, key.device
-    out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
-    for b in range(batch):
-        valid = key.new_ones(key.shape[2], dtype=torch.bool) if key_mask is None else key_mask[b]
-        if not valid.any():
-            continue
-        draws = draw_numbers(int(valid.sum()), num_samples, num_heads, seed, device)
-        for h in range(num_heads):
-            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
-            count = thin_naive(keys, values, num_samples, [draw[h] for draw in draws], scale=scale)
-            out[b, h] = (scale * query[b, h].double() @ keys.mT + count.log()).softmax(-1) @ values
-    return out.to(value.dtype)

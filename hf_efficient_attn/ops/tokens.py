@@ -233,11 +233,11 @@ def count_blocks(length: int, size: int) -> int:
     return ceil_div(length, size) + (1 if exporting_to_onnx() else 0)
 
 
-def pad_to_blocks(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Split (BH, N, D) into T = `count_blocks` blocks (BH, T, size, D). `value` fills the rest of the last block."""
+def pad_to_blocks(x: Tensor, size: int) -> Tensor:
+    """Split (BH, N, D) into T = `count_blocks` blocks (BH, T, size, D), the last of which ends with zeros."""
     missing = count_blocks(x.shape[1], size) * size - x.shape[1]
     if missing:
-        x = pad(x, (0, 0, 0, missing), value=value)
+        x = pad(x, (0, 0, 0, missing))
     return x.reshape(x.shape[0], -1, size, x.shape[2])
 
 

@@ -58,6 +58,12 @@ def nothing(*_: Any, **__: Any) -> None:
     """Do nothing. With `replaced_in_graphs`, a graph leaves out a check of values or a warning."""
 
 
+def refuse_in_graphs(sentence: str) -> None:
+    """Raise `UnsupportedAttentionError` with the sentence in a call that is traced into a graph."""
+    if is_compiling():
+        raise UnsupportedAttentionError(sentence)
+
+
 def exporting_to_onnx() -> bool:
     """Whether this call is traced by `torch.onnx.export`.
 

@@ -25,9 +25,9 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedConfig
 
+from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.loading import auto_classes
-from hf_efficient_attn.checkpoint.provenance import check_hub_id
-from hf_efficient_attn.checkpoint.staging import Output
+from hf_efficient_attn.checkpoint.source import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json

@@ -31,7 +31,7 @@ from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention,
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
-from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
@@ -130,7 +130,7 @@ def distill(
         )
     options = options or DistillationOptions()
     refuse_converted(model)
-    before = snapshot(transformers_models(model))
+    before = Snapshot(transformers_models(model))
     stream = batch_stream(batches, options.seed, steps)
     teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
     try:

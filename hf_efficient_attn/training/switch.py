@@ -30,7 +30,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import learned_of
-from hf_efficient_attn.integration.models import attention_modules, configs_of, snapshot, transformers_models
+from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
@@ -99,7 +99,7 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
 
 def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
-    before, layouts = snapshot(transformers_models(model)), []
+    before, layouts = Snapshot(transformers_models(model)), []
     try:
         for stage in stages:
             apply_stage(model, stage)
@@ -129,7 +129,7 @@ def switch_stage(
     """
     inner = unwrap(model)
     roots = transformers_models(inner)
-    state, name, before = snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
+    state, name, before = Snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
     # The method of each attention module, None if it is exact, and its learned parameters.
     former: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]] = {}
     for one in (one for root in roots for one in attention_modules(root)):

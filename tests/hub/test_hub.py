@@ -19,7 +19,7 @@ import hf_efficient_attn as hea
 import hub_server
 from commands import refused, run_json, shown
 from hf_efficient_attn import hub
-from hf_efficient_attn.checkpoint.provenance import check_install
+from hf_efficient_attn.checkpoint.source import check_install
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, clean, escape, for_repository
 from tiny_models import SMALL, output, tiny_batch

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
-from hf_efficient_attn.methods._shared.arguments import check_names, no_tensor, refuse
-from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, check_names, no_tensor, refuse
 from hf_efficient_attn.methods._shared.graph import call_in_graph
-from hf_efficient_attn.methods._shared.learned import parameter_shapes, parameters_of_slice
-from hf_efficient_attn.methods._shared.registry import get_method, make_config, methods_with
+from hf_efficient_attn.methods._shared.registry import (
+    get_method,
+    make_config,
+    methods_with,
+    parameter_shapes,
+    parameters_of_slice,
+)
 from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.distance import Bias
-from hf_efficient_attn.ops.exact import biased_exact, exact_attention, exact_decode
+from hf_efficient_attn.ops.exact import biased_exact, exact_attention
 from hf_efficient_attn.ops.tokens import integers, inverse, take, valid_first
 
 
@@ -126,7 +126,8 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
-    return exact_decode(query, key, value, options.key_mask, scale=options.scale, dropout_p=options.dropout_p)
+    scale, dropout_p = options.scale, options.dropout_p
+    return biased_exact(query, key, value, None, options.key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
 
 
 def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:

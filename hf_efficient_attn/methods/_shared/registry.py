@@ -1,22 +1,26 @@
-"""The registry of methods, with the checks of a new method."""
+"""The registry of methods, with the checks of a new method, and the shapes of the parameters that methods learn."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
-from hf_efficient_attn.methods._shared.arguments import ARGUMENTS
 from hf_efficient_attn.methods._shared.config import (
+    ARGUMENTS,
     AttentionForward,
     ConfigT,
     MethodConfig,
     Recurrence,
     ShardedForm,
 )
+from hf_efficient_attn.ops.shards import HeadSlice
+from hf_efficient_attn.ops.tracing import unrecorded
 
 # Transformers interprets these parts of the name of an attention implementation.
 _RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
@@ -152,6 +156,7 @@ def register_method(
         forward_hidden_states=forward_hidden_states,
         sharded=sharded,
     )
+    parameter_shapes.cache_clear()  # a method that is registered again may learn other parameters
     for listener in _LISTENERS:
         listener(name)
 
@@ -254,15 +259,14 @@ def _no_method(value: object) -> str:
             f"{value!r} is exact attention, which is no method of this package: call hea.convert(model, {value!r}), or "
             "torch.nn.functional.scaled_dot_product_attention"
         )
-    order = ""
-    if isinstance(value, Tensor):
-        order = "before the tensors: hea.attention(method, query, key, value)"
-    elif isinstance(value, nn.Module):
-        order = "after the model: hea.convert(model, method)"
-    if order:
+    if isinstance(value, (Tensor, nn.Module)):
+        orders = (
+            "before the tensors: hea.attention(method, query, key, value)",
+            "after the model: hea.convert(model, method)",
+        )
         return (
             f"a {type(value).__name__} is no attention method: give a name from hea.available_methods(), or a method's "
-            f"config, {order}"
+            f"config, {orders[isinstance(value, nn.Module)]}"
         )
     return unknown_method(value, _REGISTRY)
 
@@ -286,3 +290,38 @@ def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) ->
     if not hyperparameters:
         return config
     return dataclasses.replace(config, **config.check_hyperparameters(hyperparameters))
+
+
+@functools.lru_cache(maxsize=256)
+def parameter_shapes(
+    config: MethodConfig, num_heads: int = 1, max_length: int = 1, head_dim: int = 1
+) -> dict[str, torch.Size]:
+    """Return the shapes of the learned parameters of a layer with these sizes, by name."""
+    sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
+    initial = functools.partial(get_method(config.method).initial_parameters, config, **sizes)
+    return {name: x.shape for name, x in unrecorded(initial).items()}
+
+
+def learns(config: MethodConfig) -> bool:
+    """Whether a method with these hyperparameters has learned parameters."""
+    return bool(parameter_shapes(config))
+
+
+def parameters_of_slice(
+    config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
+) -> dict[str, Tensor]:
+    """Return the learned parameters of query heads of a layer, or of the key heads that these use.
+
+    Args:
+        config: the config of the method.
+        parameters: the parameters of all heads by name.
+        heads: the number of the first head, and the number of all query heads.
+        num_heads: the number of query heads.
+    """
+    own, one = dict(parameters), parameter_shapes(config)
+    for name, shape in parameter_shapes(config, num_heads=2).items():
+        if name in own and shape and shape[0] == 2 * one[name][0]:  # one row for each head
+            count = own[name].shape[0]
+            last = -(-(heads.first + num_heads) * count // heads.total)
+            own[name] = own[name][heads.first * count // heads.total : last]
+    return own
