@@ -10,13 +10,13 @@ import math
 import pytest
 import torch
 import transformers
-from hf_efficient_attn.io.reading import read_text
 from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer
 from hf_efficient_attn.integration.near_far_cache import NearFarLayer
+from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import attention_with_state, naive_attention
 from hf_efficient_attn.ops import coreset as coreset_ops
 from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, empty_coreset
