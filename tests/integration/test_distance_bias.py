@@ -12,14 +12,10 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
 from promises import LargestTensor
+from test_model_types import sizes
 
 # The decoder has cross attention.
 pytestmark = pytest.mark.filterwarnings("ignore:.*stays exact")
-SIZES = {
-    "vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "decoder_start_token_id": 0,
-    "pad_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 T5 = transformers.models.t5.modeling_t5
 needs_interface = pytest.mark.skipif(
     "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(T5), reason="T5 of this version does not use the interface"
@@ -29,7 +25,9 @@ needs_interface = pytest.mark.skipif(
 def t5(kind: str = "T5"):
     """A tiny T5, or a relative, with a large bias, so that the output depends on it."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind.lower(), **SIZES)
+    config_class, buckets = getattr(transformers, f"{kind}Config"), "relative_attention_num_buckets"
+    changes = {buckets: 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = config_class(**sizes(config_class, pad_token_id=0, **changes))
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     for name, parameter in model.named_parameters():
         if "relative_attention_bias" in name:
