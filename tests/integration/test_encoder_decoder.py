@@ -10,56 +10,37 @@ import transformers
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.integration import layers as naming
-from tiny_models import IMAGE, SMALL, tiny_model
+from test_model_types import case
+from tiny_models import IMAGE, SMALL, output, tiny_model
 from tiny_models import SIZES as TOWER
 
 Refused = hea.UnsupportedAttentionError
-SIZES = {
-    "vocab_size": 60, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0,
-}  # fmt: skip
-IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-TEXT = {**SIZES, **IDS, "max_position_embeddings": 128}
-SOUND = {"max_source_positions": 100, "max_target_positions": 64, "num_mel_bins": 8}
-FAMILIES = {
-    "bart": ("Bart", "ForConditionalGeneration", {**TEXT, "forced_eos_token_id": None}),
-    "marian": ("Marian", "MTModel", {**TEXT, "forced_eos_token_id": None}),
-    "m2m100": ("M2M100", "ForConditionalGeneration", TEXT),
-    "whisper": ("Whisper", "ForConditionalGeneration", {**SIZES, **IDS, **SOUND}),
-}
+FAMILIES = {"bart": "Bart", "marian": "Marian", "m2m100": "M2M100", "whisper": "Whisper"}
 # Methods without a causal form, which only an encoder can use, and one with a state that decodes.
 METHODS = ["kdeformer", "linear", "longformer", "linformer", "nystromformer", "flurka_linear"]
 
 
 def tiny(family: str, **changes):
     """A tiny random model with large weights, so that attention is not uniform."""
-    name, head, values = FAMILIES[family]
+    model_class, config, _ = case(FAMILIES.get(family, family), **{"max_position_embeddings": 128, **changes})
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**values, **changes})
-    model = getattr(transformers, name + head)(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.ndim > 1 and re.search(r"\d\.", path):
                 parameter.mul_(5.0)
-    model.generation_config.max_length = None
+    model.generation_config.max_length = model.generation_config.forced_eos_token_id = None
     return model
 
 
-def inputs_of(family: str, length: int = 70, padded: bool = False) -> dict:
-    generator = torch.Generator().manual_seed(1)
-    if family == "whisper":
-        return {"input_features": torch.randn(2, 8, 200, generator=generator)}
-    found = {"input_ids": torch.randint(5, 60, (2, length), generator=generator)}
-    if padded:
-        found["attention_mask"] = torch.ones(2, length, dtype=torch.int64)
-        found["attention_mask"][1, 50:] = 0
-    return found
+def inputs_of(family: str, length: int = 70) -> dict:
+    """Inputs of the encoder, with padding if they are texts."""
+    return {key: x for key, x in case(FAMILIES[family], length)[2].items() if not key.startswith("decoder")}
 
 
 def logits(model, inputs: dict) -> torch.Tensor:
     decoder = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        return model(**{"decoder_input_ids": decoder, **inputs}).logits
+    return output(model, {"decoder_input_ids": decoder, **inputs})
 
 
 def encoded(model, inputs: dict) -> torch.Tensor:
@@ -112,7 +93,7 @@ def test_encoder_alone_is_switched_and_comes_back_from_disk(family, method, tmp_
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_with_the_cache_equals_that_without(family, layers):
-    model, inputs = tiny(family), inputs_of(family, padded=True)
+    model, inputs = tiny(family), inputs_of(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hea.convert(model, "linear", layers=layers)

@@ -22,7 +22,7 @@ TINY = {
     "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "hidden_dim": 48,
     "ffn_dim": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_ff": 48, "d_kv": 8, "max_position_embeddings": 80,
-    "max_target_positions": 80, "max_source_positions": 40, "num_mel_bins": 8, "image_size": 32, "patch_size": 8,
+    "max_target_positions": 80, "max_source_positions": 100, "num_mel_bins": 8, "image_size": 32, "patch_size": 8,
     "attention_types": [[["global"], 2]], "mlp_ratio": 2, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3,
     "decoder_start_token_id": 2, "conv_dim": [16, 16], "conv_stride": [4, 2], "conv_kernel": [8, 4],
     "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "layer_types": None, "sliding_window": None,
@@ -48,17 +48,21 @@ HEADS = {
 }
 
 
-def case(name: str):
-    """The class of a type, with a head that generates if it has one, a tiny config, and inputs with padding."""
-    kind = SAMPLE[name]
-    config_class = getattr(transformers, f"{name}Config")
+def sizes(config_class: type, **changes) -> dict:
+    """The values of `TINY` that a config has, and changes."""
     config = config_class()
-    config = config_class(**{key: value for key, value in TINY.items() if hasattr(config, key)})
+    return {**{key: value for key, value in TINY.items() if hasattr(config, key)}, **changes}
+
+
+def case(name: str, length: int = 40, **changes):
+    """The class of a type, with a head that generates if it has one, a tiny config, and inputs with padding."""
+    kind, config_class = SAMPLE[name], getattr(transformers, f"{name}Config")
+    config = config_class(**sizes(config_class, **changes))
     if kind == PAIR:  # T5's config has no such attribute by default
         config.decoder_start_token_id = TINY["decoder_start_token_id"]
     names = [name + head for head in (*HEADS.get(kind, ()), "Model")]
     model_class = next(getattr(transformers, found) for found in names if hasattr(transformers, found))
-    ids = torch.randint(4, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(0))
     floats = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     sound = floats.view(2, -1)[:, :900]
     inputs = {
@@ -67,7 +71,7 @@ def case(name: str):
         PICTURE: {"pixel_values": floats},
         PAIR: {"input_ids": ids, "attention_mask": mask_of(ids), "decoder_input_ids": ids[:, :20]},
         SOUND: {"input_values": sound, "attention_mask": mask_of(sound)},
-        MEL: {"input_features": floats.view(2, 8, -1)[:, :, :80], "decoder_input_ids": ids[:, :20]},
+        MEL: {"input_features": floats.view(2, 8, -1)[:, :, :200], "decoder_input_ids": ids[:, :20]},
     }[kind]  # fmt: skip
     return model_class, config, inputs
 

@@ -23,12 +23,7 @@ def model_of(family: str, head: bool = True):
     """A tiny model with 128 positions."""
     if family in LEARNED:
         return tiny_model(family, head=head, **({"n_ctx": 128} if family == "gpt2" else {}))
-    if family == "bart":
-        return tiny(family)
-    sizes = {"vocab_size": 60, "max_position_embeddings": 128, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
-    sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 48}
-    torch.manual_seed(0)
-    return transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, word_embed_proj_dim=32)).eval()
+    return tiny({"opt": "OPT"}.get(family, family))
 
 
 def tables(model) -> list[torch.nn.Embedding]:

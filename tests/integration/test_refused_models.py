@@ -11,81 +11,80 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.models import attention_table
-from tiny_models import DECODERS, FAMILY_VALUES, SIZES, output, tiny_batch, tiny_model
+from test_model_types import sizes
+from tiny_models import DECODERS, output, tiny_batch, tiny_model
 
 Refused = hea.UnsupportedAttentionError
 auto = transformers.AutoModel
 NO_INTERFACE = "does not compute its attention through Transformers' attention interface"
 BIAS = "a bias of relative positions .*{}.*such as BERT, GPT-2 or Llama"
-VISION = {**SIZES, "image_size": 32, "patch_size": 4}
-TEXT = {**SIZES, "vocab_size": 60}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-GROUPED = {**TEXT, **HEADS, "head_dim": 8, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+PATCHES = {"patch_size": 4}
 WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
-T5 = {"vocab_size": 60, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-SPEECH = {
-    **SIZES, "conv_dim": [32], "conv_stride": [2], "conv_kernel": [3], "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-}  # fmt: skip
-SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
-SAM = {**VISION, "mlp_dim": 48, "output_channels": 8, "num_pos_feats": 8, "window_size": 4, "global_attn_indexes": [1]}
-NEO = {"hidden_size": 32, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 2}
-STATE = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2}
+SWIN = {"patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_attention_heads": [2, 2], "window_size": 4}
+SWIN["num_heads"] = SWIN["num_attention_heads"]
+SAM = {
+    **PATCHES,
+    "mlp_dim": 48,
+    "mlp_ratio": 2.0,
+    "output_channels": 8,
+    "num_pos_feats": 8,
+    "window_size": 4,
+    "global_attn_indexes": [1],
+}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
-PEGASUS = {
-    "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60, "encoder_layers": 1,
-    "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-}  # fmt: skip
 # Model types with values of their config, and why they are refused; and the method, if it is not kdeformer.
 MODELS = {
-    "t5": (T5, BIAS.format("relative_attention_bias.*T5Attention")),
-    "mt5": (T5, BIAS.format("relative_attention_bias")),
-    "umt5": (T5, BIAS.format("relative_attention_bias")),
-    "udop": (T5, BIAS.format("relative_bias")),
-    "wav2vec2-conformer": ({**SPEECH, "position_embeddings_type": "relative"}, BIAS.format("pos_bias_u")),
-    "wav2vec2-bert": ({**SPEECH, "feature_projection_input_dim": 16}, BIAS.format("distance_embedding")),
+    "t5": ({}, BIAS.format("relative_attention_bias.*T5Attention")),
+    "mt5": ({}, BIAS.format("relative_attention_bias")),
+    "umt5": ({}, BIAS.format("relative_attention_bias")),
+    "udop": ({}, BIAS.format("relative_bias")),
+    "wav2vec2-conformer": ({"position_embeddings_type": "relative"}, BIAS.format("pos_bias_u")),
+    "wav2vec2-bert": ({"feature_projection_input_dim": 16}, BIAS.format("distance_embedding")),
     "swin": (SWIN, BIAS.format("relative_position_bias")),
-    "beit": ({**VISION, "use_relative_position_bias": True}, BIAS.format("relative_position_bias.*BeitLayer")),
+    "beit": ({**PATCHES, "use_relative_position_bias": True}, BIAS.format("relative_position_bias.*BeitLayer")),
     # They know only Transformers' own implementations, or make a mask of their own.
-    "data2vec-vision": (VISION, "DATA2VEC_VISION_SELF_ATTENTION_CLASSES"),
+    "data2vec-vision": (PATCHES, "DATA2VEC_VISION_SELF_ATTENTION_CLASSES"),
     "sam_vision_model": (SAM, "SAM_VISION_ATTENTION_CLASSES"),
     "sam_hq_vision_model": (SAM, "SAM_HQ_VISION_ATTENTION_CLASSES"),
-    "sam": ({"vision_config": SAM}, "SAM_VISION_ATTENTION_CLASSES"),
-    "gpt_neo": ({**NEO, "intermediate_size": 48, "vocab_size": 60}, "GPT_NEO_ATTENTION_CLASSES"),
-    "doge": ({**TEXT, "num_key_value_heads": 2}, "a mask of its own .*DogeAttention"),
+    "sam": ({"vision_config": {"image_size": 32, **SAM}}, "SAM_VISION_ATTENTION_CLASSES"),
+    "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "GPT_NEO_ATTENTION_CLASSES"),
+    "doge": ({}, "a mask of its own .*DogeAttention"),
     # The modules of this decoder say that they are not causal: only its masks know.
-    "pegasus_x": (PEGASUS, f"does not support attn_implementation='sdpa'.*='eager'|{NO_INTERFACE}"),
+    "pegasus_x": ({}, f"does not support attn_implementation='sdpa'.*='eager'|{NO_INTERFACE}"),
     # A method would have no effect.
-    "mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
-    "mamba2": ({**STATE, "state_size": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1}, NO_INTERFACE),
-    "falcon_mamba": ({**STATE, "state_size": 4}, NO_INTERFACE),
+    "mamba": ({"state_size": 4, "conv_kernel": 4}, NO_INTERFACE),
+    "mamba2": ({"state_size": 4, "conv_kernel": 4, "num_heads": 4, "head_dim": 16, "n_groups": 1}, NO_INTERFACE),
+    "falcon_mamba": ({"state_size": 4, "conv_kernel": 4}, NO_INTERFACE),
     "resnet": (RESNET, NO_INTERFACE),
-    "fnet": (TEXT, NO_INTERFACE),
+    "fnet": ({}, NO_INTERFACE),
     # A name that no method has, and methods without a causal form.
-    "bert": (TEXT, r"Did you mean 'kdeformer'.*import that file first", "kdeformr"),
-    **{name: (FAMILY_VALUES[name][1], r"reformer has no causal form\. Methods that have one: .*longformer", "reformer")
+    "bert": ({}, r"Did you mean 'kdeformer'.*import that file first", "kdeformr"),
+    **{name: ({}, r"reformer has no causal form\. Methods that have one: .*longformer", "reformer")
        for name in DECODERS},
     # Windows and chunks of the model's own in all layers, and other things that a method would lose.
-    "mistral": ({**GROUPED, "sliding_window": 20}, "window of its own in .*1 more.*use attn_impl"),
-    "llama4_text": ({**GROUPED, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48,
+    "mistral": ({"sliding_window": 20}, "window of its own in .*1 more.*use attn_impl"),
+    "llama4_text": ({"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48,
                      "layer_types": ["chunked_attention", "full_attention"]}, "within chunks of its own"),
-    "gemma3_text": ({**GROUPED, **WINDOW, "use_bidirectional_attention": True}, "composes its masks itself"),
-    "gemma2": ({**GROUPED, **WINDOW}, r"adds a soft cap .*attn_implementation='(eager|sdpa)'"),
-    "lasr_encoder": ({**SIZES, "subsampling_conv_channels": 16, "num_mel_bins": 16, "conv_kernel_size": 4},
+    "gemma3_text": ({**WINDOW, "use_bidirectional_attention": True}, "composes its masks itself"),
+    "gemma2": (WINDOW, r"adds a soft cap .*attn_implementation='(eager|sdpa)'"),
+    "lasr_encoder": ({"subsampling_conv_channels": 16, "num_mel_bins": 16, "conv_kernel_size": 4},
                      "finds the padding .*LasrEncoderConvolutionModule"),
 }  # fmt: skip
 
 
-def config_of(kind: str, **changes):
+def config_of(kind: str, **values):
     if kind not in transformers.CONFIG_MAPPING:
         pytest.skip("this Transformers does not have the model")
-    return transformers.AutoConfig.for_model(kind, **copy.deepcopy(MODELS[kind][0]), **changes)
+    config_class = transformers.CONFIG_MAPPING[kind]
+    # Some have no way to set None.
+    return config_class(**{k: copy.deepcopy(v) for k, v in sizes(config_class, **values).items() if v is not None})
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
-    config, (_, words, *other) = config_of(kind), MODELS[kind]
-    model, method = auto.from_config(config_of(kind)), (*other, "kdeformer")[0]
+    values, words, *other = MODELS[kind]
+    config, model = config_of(kind, **values), auto.from_config(config_of(kind, **values))
+    method = (*other, "kdeformer")[0]
     model.save_pretrained(tmp_path / "source")
     before, state = model.config._attn_implementation, {name: x.clone() for name, x in model.state_dict().items()}
     ways = [
@@ -96,7 +95,7 @@ def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
     ]
     if kind in ("t5", "resnet", "llama4_text"):
         ways += [
-            lambda: type(model)(config_of(kind, efficient_attention={"method": method})),
+            lambda: type(model)(config_of(kind, **values, efficient_attention={"method": method})),
             lambda: hea.convert(model, method, layers=[1]),
             lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", method),
         ]
@@ -168,20 +167,20 @@ MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}
 IDS, SOUND = tiny_batch("bert", length=40), {"input_values": torch.ones(1, 400)}
 # Relatives of models that are refused, and models with attention in some layers: config, input, layers.
 CONVERTED = {
-    "beit": ({**VISION, "use_relative_position_bias": False}, tiny_batch("vit"), [0, 1]),
-    "wav2vec2-conformer": ({**SPEECH, "position_embeddings_type": "rotary"}, SOUND, [0, 1]),
-    "jamba": ({**TEXT, **HEADS, **MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+    "beit": ({**PATCHES, "use_relative_position_bias": False}, tiny_batch("vit"), [0, 1]),
+    "wav2vec2-conformer": ({"position_embeddings_type": "rotary"}, SOUND, [0, 1]),
+    "jamba": ({**MAMBA, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
                "num_experts": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False}, IDS, [1, 3]),
-    "bamba": ({**TEXT, **HEADS, **MAMBA, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16,
-               "mamba_n_groups": 1}, IDS, [1]),
-    "lfm2": ({**TEXT, **HEADS, "layer_types": ["conv", "full_attention"]}, IDS, [1]),
+    "bamba": ({**MAMBA, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1},
+              IDS, [1]),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, IDS, [1]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_models_that_are_converted(name, tmp_path, calls):
     values, inputs, layers = CONVERTED[name]
-    model = auto.from_config(transformers.AutoConfig.for_model(name, **copy.deepcopy(values))).eval()
+    model = auto.from_config(config_of(name, **values)).eval()
     if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
         pytest.skip("this Transformers computes its attention by code of its own")
     model.save_pretrained(tmp_path)
@@ -197,8 +196,7 @@ def test_a_part_without_attention(tmp_path):
     """A backbone of convolutions gets the method's name with the rest of its model, and is no reason to refuse it."""
     backbone = transformers.ResNetConfig(**RESNET, out_features=["stage1", "stage2"])
     own = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 4}
-    sizes = {key: value for key, value in PEGASUS.items() if key != "vocab_size"}
-    model = transformers.DetrForObjectDetection(transformers.DetrConfig(**own, backbone_config=backbone, **sizes))
+    model = transformers.DetrForObjectDetection(config_of("detr", **own, backbone_config=backbone))
     model.save_pretrained(tmp_path)
     load = transformers.DetrForObjectDetection.from_pretrained
     loaded = load(tmp_path, attn_implementation="nearfar")
@@ -225,7 +223,7 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
             self.post_init()
 
     def make(layers):
-        return transformers.BertConfig(**TEXT, efficient_attention={"method": "longformer", "layers": layers})
+        return config_of("bert", efficient_attention={"method": "longformer", "layers": layers})
 
     assert Whole(make(["text.encoder"])).config._attn_implementation == "longformer"
     with pytest.raises(Refused, match="no attention in layers"):

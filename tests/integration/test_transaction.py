@@ -141,13 +141,11 @@ CORE = [
     ("bert vit", "linformer", convert("kdeformer"), 40),
     ("composite", "exact", by_name({"encoder": "linformer", "decoder": "linear"}), 40),
 ]
-ENDS = [
-    ("exact", "mix"), ("separate", "part"), ("mix", "exact"), ("exact", "linformer"), ("exact", "separate"),
-    ("kdeformer", "nystromformer"), ("linformer", "eva"), ("linformer", "separate"), ("mix", "linformer"),
-    ("linformer", "kdeformer"), ("linformer", "exact"), ("separate", "eager"),
-]  # fmt: skip
-REST = [(*row[:3], 1) for row in CORE] + [("bert", start, convert(end), 1) for start, end in ENDS]
+REST = [(*row[:3], 1) for row in CORE] + [
+    ("bert", start, convert(end), 1) for start, end in itertools.pairwise(CHOICES)
+]
 REST += [("bert vit", start, convert(end), 4) for start, end in (("kdeformer", "linformer"), ("mix", "exact"))]
+REST += [("bert", start, convert("exact"), 1) for start in ("linformer", "separate", "mix")]
 REST += [("bert", start, by_name(name), 1) for start in ("exact", "separate") for name in ("kdeformer", "eager")]
 
 

@@ -122,17 +122,6 @@ def test_deep_copies_and_functional_calls(family, method):
 LENGTHS = ((2, 70), (3, 70), (2, 40), (1, 128))
 
 
-class Positional(nn.Module):
-    """A model whose inputs are positional and whose output is its first tensor, as exporters want it."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *inputs):
-        return self.model(**dict(zip(self.names, inputs, strict=True)))[0]
-
-
 def example(family: str, batch: int, length: int) -> dict:
     inputs = tiny_batch(family, batch=batch, length=length)
     if family == "bert":
@@ -141,21 +130,18 @@ def example(family: str, batch: int, length: int) -> dict:
     return inputs
 
 
-def exported(model: nn.Module, given: tuple, shapes: tuple, path):
+def exported(model: nn.Module, inputs: dict, shapes: dict, path):
     """A graph of torch.export, saved and loaded."""
-    torch.export.save(torch.export.export(model, given, dynamic_shapes=shapes), path)
+    torch.export.save(torch.export.export(model, (), inputs, dynamic_shapes=shapes), path)
     return torch.export.load(path).module()
 
 
-def in_onnx(model: nn.Module, given: tuple, shapes: tuple, path):
+def in_onnx(model: nn.Module, inputs: dict, shapes: dict, path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime computes the exported graph")
-    torch.onnx.export(model, given, path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    torch.onnx.export(model, (), path, kwargs=inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
     session = runtime.InferenceSession(path)
-    names = [entry.name for entry in session.get_inputs()]
-    return lambda *inputs: torch.from_numpy(
-        session.run(None, {name: x.numpy() for name, x in zip(names, inputs, strict=True)})[0]
-    )
+    return lambda **inputs: [torch.from_numpy(session.run(None, {name: x.numpy() for name, x in inputs.items()})[0])]
 
 
 # tests/methods/test_onnx.py has one graph in the core suite.
@@ -166,15 +152,13 @@ def test_an_exported_graph_of_dynamic_shapes(family, method, export, tmp_path):
     """One graph for other batches, and, if the inputs are texts, other lengths and masks."""
     if export is in_onnx and method not in methods_with("exportable"):
         pytest.skip("no ONNX of this method")
-    names = tuple(example(family, 1, 9))
-    model = Positional(tiny_model(family, method), names)
+    model, given = tiny_model(family, method), example(family, 2, 70)
     sizes = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} if family == "bert" else {0: Dim.DYNAMIC}
     with torch.no_grad():
-        given = tuple(example(family, 2, 70).values())
-        loaded = export(model, given, ((sizes,) * len(names),), tmp_path / "model.pt2")
+        loaded = export(model, given, dict.fromkeys(given, sizes), tmp_path / "model.pt2")
         for batch, length in LENGTHS:
-            inputs = example(family, batch, length).values()
-            torch.testing.assert_close(loaded(*inputs), model(*inputs), atol=1e-4, rtol=1e-4)
+            inputs = example(family, batch, length)
+            torch.testing.assert_close(loaded(**inputs)[0], model(**inputs)[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("way", ["dynamic", pytest.param("mark_dynamic", marks=pytest.mark.exhaustive)])

@@ -13,22 +13,18 @@ from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
 from promises import LargestTensor
-from tiny_models import SMALL, generate, output
+from test_model_types import sizes
+from tiny_models import SMALL, output
 
-SIZES = {
-    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 1024, "pad_token_id": 1, "bos_token_id": 2,
-    "eos_token_id": 3,
-}  # fmt: skip
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Models with windows in layers 0 and 2.
-WINDOW, LOCAL = {"sliding_window": 20}, {"local_attention": 40, "cls_token_id": 2, "sep_token_id": 3}
+WINDOW = {"sliding_window": 20}
+LOCAL = {**WINDOW, "cls_token_id": 2, "sep_token_id": 3}
 MIXED = {
     "Qwen2": {"use_sliding_window": True, **WINDOW},
     **dict.fromkeys(("Gemma3Text", "Cohere2", "Olmo3", "Exaone4"), WINDOW),
     **dict.fromkeys(("ModernBertDecoder", "ModernBert"), LOCAL),
 }
-DECODERS = [name for name in MIXED if name != "ModernBert"]
 BUDGET = hea.NearFarConfig().with_budget(1024)
 WARNING = "layers with a sliding window of the model's own stay exact"
 
@@ -37,8 +33,8 @@ def exact_model(name: str, head: str = "Model", **changes):
     kind = getattr(transformers, f"{name}Config", None)
     if kind is None:
         pytest.skip("this Transformers does not have the model")
-    values = {key: value for key, value in SIZES.items() if hasattr(kind(), key)}
-    config = kind(**{**values, "layer_types": KINDS, **MIXED[name], **changes})
+    values = {"num_hidden_layers": 3, "max_position_embeddings": 1024, "layer_types": KINDS, **MIXED[name], **changes}
+    config = kind(**sizes(kind, **values))
     torch.manual_seed(0)
     model = getattr(transformers, {"Gemma3TextForCausalLM": "Gemma3ForCausalLM"}.get(name + head, name + head))(config)
     with torch.no_grad():
@@ -81,18 +77,6 @@ def test_the_output_and_gradients_are_those_of_sdpa(name, padding):
             torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
-@pytest.mark.parametrize("method", ["nearfar", "longformer", "linear"])
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("name", ["Qwen2", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in DECODERS[1:])])
-def test_generation(name, padding, method):
-    """The windowed layers keep the keys of their window; the others what their method keeps."""
-    model, inputs = exact_model(name, "ForCausalLM"), batch(70, padding)
-    config = hea.method_info(method).config_class(**SMALL[method])
-    other = converted(model, config if method == "linear" else config.with_budget(1024))
-    expected = generate(other, inputs, use_cache=False) if method == "linear" else generate(model, inputs)
-    assert torch.equal(generate(other, inputs), expected)
-
-
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
 def test_every_way_of_switching_warns_once(name, tmp_path):
     model, inputs = exact_model(name), batch(70, "right")
@@ -124,7 +108,7 @@ def test_what_is_refused():
         assert model.config._attn_implementation == "sdpa"
     # A window of all positions is none, until the input is longer.
     for window in (None, 64):
-        values = {**SIZES, "sliding_window": window, "max_position_embeddings": 64}
+        values = sizes(transformers.MistralConfig, sliding_window=window, max_position_embeddings=64)
         model = hea.convert(transformers.MistralModel(transformers.MistralConfig(**values)), "linear")
         output(model, batch(64, "none"))
     with pytest.raises(hea.UnsupportedAttentionError, match="window of 64 keys and the sequence has 70"):
