@@ -80,8 +80,12 @@ def in_onnx_export() -> bool:
 
 
 def unrecorded(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call a function of plain values. A graph for ONNX contains its result only, not the operators that compute it."""
-    if exporting_to_onnx() and not torch.compiler.is_dynamo_compiling():
+    """Call a function of plain values. A graph for ONNX contains its result only, not the operators that compute it.
+
+    It contains the operators if a value is a length that the graph does not fix.
+    """
+    is_fixed = not any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(arguments))
+    if exporting_to_onnx() and is_fixed and not torch.compiler.is_dynamo_compiling():
         with _disable_current_modes():
             return function(*arguments)
     return function(*arguments)

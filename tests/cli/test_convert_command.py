@@ -13,7 +13,7 @@ import hf_efficient_attn as hea
 from commands import read, refused, run_json, same, shown, tensors
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.conversion import tensors as tensors_of_conversion
+from hf_efficient_attn.conversion import checkpoint as tensors_of_conversion
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model

@@ -116,7 +116,7 @@ def test_a_t5_restores_words_and_is_measured(here, tmp_path, table):
     pairs = translation.passages([str(here / "corpus")])
     texts = [read_text(path).split() for path in text_files([str(here / "corpus")])]
     whole = [words[i : i + 300] for words in texts for i in range(0, len(words) - 299, 300)]
-    assert len(pairs) == len(whole) == 4
+    assert len(pairs) == len(whole) == 6
     for pair, passage in zip(pairs, whole, strict=True):
         spans = iter(pair["target"].removeprefix("_ ").split(" _ "))
         words = pair["source"].split()
@@ -129,7 +129,7 @@ def test_a_t5_restores_words_and_is_measured(here, tmp_path, table):
         f" --config_overrides {sizes} --attention longformer --use_cpu --max_source_length 64 --max_target_length 8"
     )
     report = train("translation", here, tmp_path / "t5", *words.split())
-    assert report["rows"] == {"train": 3, "eval": 1} and report["efficient_attention"]["layers"] == ["encoder"]
+    assert report["rows"] == {"train": 4, "eval": 2} and report["efficient_attention"]["layers"] == ["encoder"]
     write(tmp_path / "text" / "books" / "book.txt.gz", gzip.compress(prose(400, 1).encode()))
     words = "--tokens 48 --inputs 1 --seeds 1 --method longformer,linear --budget 8,200 --data"
     rows, out = table(error, words, tmp_path, "--model", tmp_path / "t5")
