@@ -341,7 +341,8 @@ def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype, **shape:
     query, key, value = inputs(**{"q_len": 700, "head_dim": 16, "spread": 0.05, **shape}, dtype=dtype)
     value = torch.full_like(value, 1.0)
     out = instance(query, key, value, is_causal=is_causal)
-    torch.testing.assert_close(out, torch.ones_like(out), rtol=torch.finfo(dtype).eps, atol=0.0)
+    # Some methods round twice: the projected values, and the output.
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=2 * torch.finfo(dtype).eps, atol=0.0)
 
 
 # 7. Gradients, and the readable form.
