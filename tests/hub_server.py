@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub: it answers the requests of huggingface_hub, of which none leaves the process.
+"""A local Hugging Face Hub: it answers the requests of huggingface_hub, and none leaves the process.
 
 It creates repositories, accepts commits with the files inline, checks cards, and serves trees and files. It accepts one
 token. All requests are recorded, and tests can replace answers.

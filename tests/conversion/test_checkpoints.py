@@ -180,7 +180,7 @@ def test_the_examples_of_the_card_run(tmp_path):
 
 
 def test_sentence_transformers(minilm, tmp_path):
-    """The embeddings are those of the converted model, whether its config or `model_kwargs` names the method."""
+    """The embeddings equal the converted model's, whether its config or `model_kwargs` names the method."""
     library = pytest.importorskip("sentence_transformers")
     texts = ["A short sentence.", "Another, which is a little longer than the first one was."]
     batch = transformers.AutoTokenizer.from_pretrained(minilm)(texts, padding=True, return_tensors="pt")

@@ -346,7 +346,7 @@ def test_refused(family, data, options, message):
 
 
 def test_encoder_and_decoder_have_layers_of_their_own():
-    """Those of the decoder contain the cross attention; a method without a causal form is for the encoder only."""
+    """Layers of the decoder contain the cross attention. A method without a causal form gets the encoder only."""
     model = tiny("bart").model
     data = [{"input_ids": x["input_ids"], "decoder_input_ids": x["input_ids"][:, :40]} for x in batches("bert", 2)]
     found = hea.calibrate(model, data, max_error=9.0, methods=["nystromformer"], budgets=[8])

@@ -402,7 +402,7 @@ def folder(made, tmp_path):
 
 @pytest.fixture
 def online(monkeypatch, tmp_path):
-    """The stand-in for the hub, with its token; nothing is written outside `tmp_path`."""
+    """A local server in place of the hub, and its token. Nothing is written outside `tmp_path`."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"), raising=False)

@@ -39,7 +39,7 @@ each_family = pytest.mark.parametrize("family", DECODERS)
 @few_methods
 @each_family
 def test_decoding_steps_with_the_cache(family, method):
-    """Logits of one token, and of 40, after a prompt are those of the whole sequence, where that is promised."""
+    """After a prompt, the logits of one token and of 40 equal the whole sequence's, where the method promises it."""
     model, ids = tiny_model(family, method, head=True), tiny_batch(family)["input_ids"]
     exact = tiny_model(family, head=True)
     if method not in SAME_BY_STEP:
@@ -134,7 +134,7 @@ def beams(model, kind):
 
 
 def check_assisted(model, inputs, kind, **options):
-    """The tokens are those of the plain loop, in whose first call the accepted drafts of the first round follow."""
+    """Assisted generation gives the tokens of the plain loop. Accepted drafts follow in its first call."""
     calls, prompt = [], inputs["input_ids"].shape[1]
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs["input_ids"]), with_kwargs=True)
     found = tokens_of(model, inputs, kind, **options)
