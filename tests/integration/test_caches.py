@@ -381,7 +381,7 @@ def test_half_precision_of_landmarks(dtype):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_layer_attends_to_its_keys_and_landmarks(groups):
-    """The output equals float64 sums over kept keys and landmarks. The safer weights are used where a query needs them."""
+    """The output equals float64 sums over kept keys and landmarks, with the safer weights where a query needs them."""
     query, key, value = inputs(2, 2 * groups, 90, 8, num_kv_heads=2, value_dim=5, dtype=torch.float64)
     out, layer = layer_outputs(query, key, value, 24, 40)
     assert layer.coreset is not None

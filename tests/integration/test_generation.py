@@ -134,7 +134,7 @@ def beams(model, kind):
 
 
 def check_assisted(model, inputs, kind, **options):
-    """Assisted generation gives the tokens of the plain loop. Accepted drafts follow in its first call."""
+    """Assisted generation gives the plain loop's tokens, whose first call includes the drafts of the first round."""
     calls, prompt = [], inputs["input_ids"].shape[1]
     hook = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs["input_ids"]), with_kwargs=True)
     found = tokens_of(model, inputs, kind, **options)
