@@ -279,6 +279,12 @@ def _shared(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> t
     return (both, both, value), {}
 
 
+def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple:
+    """A bias by distance that differs between the sides and the heads."""
+    angle = torch.linspace(-3.0, 4.0, 25 * query.shape[1], dtype=torch.float64, device=query.device)
+    return (query, key, value), {"distance_bias": (2.0 * angle.sin()).to(query.dtype).view(-1, 25)}
+
+
 _GAUSSIAN = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300}
 # What needs other tensors, parameters or initial values than the functional form has. Only the promises run on these.
 VARIANTS = [
@@ -288,6 +294,16 @@ VARIANTS = [
     _FLURKA_EVA.row(**_GAUSSIAN, window_size=3, num_landmarks=5),
     dataclasses.replace(_NYSTROMFORMER, adapt=_convolution).row(num_landmarks=16, conv_kernel_size=5),
     dataclasses.replace(_REFORMER, adapt=_shared).row(block_size=8, shared_query_key=True),
+    *(
+        dataclasses.replace(one, adapt=_biased, limit="none", reads_positions=True).row(**values)
+        for one, values in (
+            (_NEARFAR, {"block_size": 17, "num_samples": 12, "num_probes": 24}),
+            (_KDEFORMER, {"block_size": 17, "num_samples": 12}),
+            (_HYPERATTENTION, {"block_size": 17, "num_samples": 12}),
+            (_SCATTERBRAIN, {"block_size": 17, "num_features": 12}),
+            (_LONGFORMER, {"window_size": 17}),
+        )
+    ),
 ]
 
 # The first row of every method.

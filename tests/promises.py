@@ -25,6 +25,7 @@ from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.methods import attention_with_state
 from hf_efficient_attn.ops import causal as causal_ops
 from hf_efficient_attn.ops import near_far as near_far_ops
+from hf_efficient_attn.ops.exact import biased_exact
 from instances import Instance, inputs, padding_mask, relative_error
 
 
@@ -77,6 +78,11 @@ def check_exact(instance: Instance, is_causal: bool, padding: str = "none", **sh
     tensors, key_mask = drawn(padding, **shape)
     out = instance(*tensors, key_mask, is_causal=is_causal)
     exact = exact_output(*tensors, attention_mask=key_mask, is_causal=is_causal)
+    table = instance.adapt(*tensors, key_mask)[1].get("distance_bias")
+    if table is not None:
+        query, key, value = (x.repeat_interleave(tensors[0].shape[1] // x.shape[1], 1) for x in tensors)
+        key, value = (x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (key, value))
+        exact = biased_exact(query, key, value, table, key_mask, is_causal=is_causal, scale=query.shape[3] ** -0.5)
     if instance.skips_masked_queries and key_mask is not None and out.shape[2] == key_mask.shape[1]:
         exact = exact.masked_fill(~key_mask[:, None, :, None], 0.0)
     assert_close(out, exact, 1e-9)

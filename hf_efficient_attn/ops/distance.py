@@ -55,6 +55,13 @@ class Bias(NamedTuple):
         """Return the bias of all pairs, (BH, Nq, Nk)."""
         return bias_between(self.table, self.query_position.unsqueeze(1), self.key_position.unsqueeze(1))[:, 0]
 
+    def distances(self, size: int, count: int) -> Tensor:
+        """Return the distances between the middles of `count` blocks of `size` queries and of keys: (1 or BH, T, T)."""
+        rank = integers(count, self.table.device) * size + size // 2
+        query, key = (x[:, rank.clamp(max=x.shape[1] - 1)] for x in self[1:])
+        distance: Tensor = key.unsqueeze(1) - query.unsqueeze(2)
+        return distance
+
 
 class _Window(NamedTuple):
     """T blocks of queries, and the keys that each attends to exactly.
@@ -109,18 +116,21 @@ def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: i
         reach: only larger distances count in the mean.
 
     Returns:
-        (BH, P, m), and the number of positions of a part.
+        (BH, P, m), and the number of tokens of a part.
     """
-    length = 1 + max(int(x[:, -1].amax()) for x in bias[1:])
+    # Parts have equal numbers of tokens, so that padding before a sequence and other sequences change nothing.
+    length, kv_len = max(x.shape[1] for x in bias[1:]), weight.shape[1]
     size = ceil_div(length, _PARTS)
-    part = integers(ceil_div(length, size), weight.device)
-    span = torch.arange(-len(part) * size, len(part) * size + 1, device=weight.device)
+    distance = bias.distances(size, ceil_div(length, size))  # (1 or BH, P, P)
+    end = int(distance.abs().amax()) + size
+    span = torch.arange(-end, end + 1, device=weight.device)
     far = (span.abs() > reach).to(weight.dtype).expand(len(bias.table), -1)
     largest = bias.table.detach().amax(1, keepdim=True)  # (BH, 1)
     terms = torch.cat((bias_of((bias.table - largest).exp(), span) * far, far))
-    means = _pair_means(terms, ((part - part[:, None]) * size)[None], size)  # (2 BH, P, P)
-    place = bias.key_position // size * count + cluster
-    sums = weight.new_zeros(len(weight), len(part) * count).scatter_add(1, place, weight).unflatten(1, (-1, count))
+    means = _pair_means(terms, distance.repeat(2 if len(distance) > 1 else 1, 1, 1), size)  # (2 BH, P, P)
+    place = integers(kv_len, weight.device) // size * count + cluster
+    sums = weight.new_zeros(len(weight), distance.shape[2] * count).scatter_add(1, place, weight)
+    sums = sums.unflatten(1, (-1, count))  # (BH, P, m)
     total, number = torch.bmm(means, sums.repeat(2, 1, 1)).chunk(2)  # (BH, P, m) each
     is_near = number <= 0  # all keys of the landmark are in the window
     mean = total.masked_fill(is_near, 1.0).clamp(min=torch.finfo(total.dtype).tiny) / number.masked_fill(is_near, 1.0)
@@ -154,7 +164,7 @@ def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
         centers, values, offsets, landmark, key_bias, mean, table, query_position, key_position = rest
         blocks = pad_to_blocks(query, window.block_q)  # (BH, T, block_q, D)
         position = pad_to_blocks(query_position.unsqueeze(2), window.block_q).squeeze(3)  # (1 or BH, T, block_q)
-        own = take(mean, query_position[:, window.middle] // size)  # (BH, T, m)
+        own = mean.index_select(1, window.middle // size)  # (BH, T, m)
         far = attend(blocks, centers[:, None], values[:, None], (offsets[:, None] + own).unsqueeze(2), **call)
         near_key, near_value = (x[:, window.key_index] for x in (key, value))  # (BH, T, w, .)
         exact = attend(
@@ -207,7 +217,7 @@ def biased_coreset_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, 
         x = k - c[landmark[head]]
         key_bias = (x * (tilt + options.root**2 * c[landmark[head]])).sum(1)
         mean, size = _mean_bias(_weights(key_bias[None]), landmark[head, None], options.num_samples, own, window.reach)
-        of_landmarks = of_landmarks + mean[0][own.query_position[0, window.middle[block]] // size][:, landmark[head]]
+        of_landmarks = of_landmarks + mean[0][window.middle[block] // size][:, landmark[head]]
         scores = torch.where(near, exact, of_landmarks)
         is_rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= torch.tensor(LEAST_SHARE).log()
         only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ v
@@ -260,10 +270,7 @@ def biased_block_attention(
 
 def block_bias(bias: Bias, size: int) -> Tensor:
     """Compute the log of the mean of exp(bias) over the pairs of two blocks: (BH, T, T); -inf for a block itself."""
-    position, table = bias.key_position, bias.table
-    length = position.shape[1]
-    middle = position[:, (integers(ceil_div(length, size), table.device) * size + size // 2).clamp(max=length - 1)]
-    distance = middle.unsqueeze(1) - middle.unsqueeze(2)  # (1 or BH, T, T)
+    table, distance = bias.table, bias.distances(size, ceil_div(bias.key_position.shape[1], size))  # (1 or BH, T, T)
     end, largest = int(distance.abs().amax()) + size, table.detach().amax(1, keepdim=True)
     span = torch.arange(-end, end + 1, device=table.device)
     means = _pair_means(bias_of((table - largest).exp(), span), distance, size)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
 from hf_efficient_attn.ops.tokens import integers, inverse, take, valid_first
@@ -80,7 +80,8 @@ def without_padding(
         bias = []
         if table is not None:
             positions = (integers(x.shape[1], x.device)[None] for x in (query, key))
-            bias.append(Bias(table.repeat(len(query) // len(table), 1), *positions))
+            tables = table.to(accumulation_dtype(key.dtype)).repeat(len(query) // len(table), 1)
+            bias.append(Bias(tables, *positions))
         if mask is None and query_mask is None:
             return form_of_length(query, key, value, *bias)
         valid = torch.ones_like(key[..., 0], dtype=torch.bool) if mask is None else mask  # (BH, Nk)
