@@ -168,7 +168,7 @@ class Conversion:
                 check_learned(chosen, model.config, model.num_parameters())
             convert(model, chosen or method)
         if self._kernel is not None:
-            kernel_implementation(model.config, self._kernel)  # refuse it before the work
+            kernel_implementation(model, self._kernel)  # refuse it before the work
 
     def write(self, *, add_files: Callable[[pathlib.Path], object] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
@@ -202,7 +202,7 @@ class Conversion:
                     raise UnsupportedAttentionError(f"the model does not find {what}")
             config = read_json_object(draft / "config.json")
             if self._kernel is not None:
-                config["attn_implementation"] = kernel_implementation(model.config, self._kernel)
+                config["attn_implementation"] = kernel_implementation(model, self._kernel)
             if self._has_code:
                 code, config["auto_map"] = remote_code(model.config)
                 (draft / f"{MODULE}.py").write_text(code, encoding="utf-8", newline="\n")

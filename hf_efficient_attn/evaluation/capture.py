@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,7 +23,16 @@ from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, att
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
 from hf_efficient_attn.integration.masks import padding_mask, read_mask
-from hf_efficient_attn.integration.models import ModuleLocation, attention_modules, configs_of, transformers_models
+from hf_efficient_attn.integration.models import (
+    ModuleLocation,
+    Snapshot,
+    adopt,
+    attention_modules,
+    configs_of,
+    knows_causality,
+    transformers_models,
+    uses_interface,
+)
 from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
@@ -145,15 +155,7 @@ def capture_attention(
             attention interface; in the forward pass, masks other than padding, and arguments that a method ignores.
     """
     roots = transformers_models(model)
-    known = {}
-    for root in roots:
-        for module, location, config, owner in attention_modules(root):
-            known[module] = location, config
-            if not owner._supports_sdpa:
-                raise UnsupportedAttentionError(
-                    f"{type(owner).__name__} does not support attn_implementation='sdpa', so that it is unknown which "
-                    "of its layers are causal. No method supports such a model"
-                )
+    known: dict[nn.Module, tuple[ModuleLocation, PreTrainedConfig]] = {}
 
     def compute_exact(
         module: nn.Module,
@@ -200,27 +202,31 @@ def capture_attention(
         visit(call._replace(exact=exact))
         return exact.to(value.dtype).transpose(1, 2).contiguous(), None
 
-    configs = [(config, config._attn_implementation_internal) for root in roots for config in configs_of(root)]
-    training = [(module, module.training) for module in model.modules()]
+    before = Snapshot([model])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
     setattr(compute_exact, TAKES_DISTANCE_BIAS, True)
     ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
     try:
-        # `set_attn_implementation` would delete learned parameters.
-        for config, _ in configs:
-            config._attn_implementation_internal = _NAME
-        for module in known:
-            attach_hook(module)
+        for root in roots:
+            adopt(root)
+            for module, location, config, owner in attention_modules(root):
+                known[module] = location, config
+                attach_hook(module)
+                if uses_interface(type(module)) and not knows_causality(module, owner):
+                    raise UnsupportedAttentionError(
+                        f"{type(owner).__name__} does not support attn_implementation='sdpa', so that it is unknown "
+                        "which of its layers are causal. No method supports such a model"
+                    )
+            # `set_attn_implementation` would delete learned parameters.
+            for config in configs_of(root):
+                config._attn_implementation_internal = _NAME
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
-        for module, mode in training:
-            module.training = mode
-        for config, implementation in configs:
-            config._attn_implementation_internal = implementation
+        before.restore()
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 

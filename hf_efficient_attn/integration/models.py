@@ -51,6 +51,11 @@ WINDOW_BY_MASK = re.compile(
     r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder|Phimoe|Qwen2Moe|T5Gemma2Merged|\w+OcrText|"
     r"DeepseekOcr2Text|EsmFold2Atom|\w+Audio)Attention"
 )
+# Classes that have a form of the same name in `patched`.
+_PATCHED = {
+    "BloomAttention", "LiltSelfAttention", "MPNetEncoder", "MPNetSelfAttention", "MegatronBertSelfAttention",
+    "RemBertSelfAttention", "RoFormerSelfAttention", "TapasSelfAttention",
+}  # fmt: skip
 # Models that do not use the table of attention classes in their file.
 _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
 
@@ -204,15 +209,42 @@ def layer_type(module: nn.Module, config: PreTrainedConfig) -> str | None:
     return None
 
 
+def adopt(model: PreTrainedModel) -> None:
+    """Give the modules of a model that compute their attention themselves their classes of `patched`.
+
+    Decoders keep their class, except Bloom's, because their masks are made for their own forward.
+    """
+    for part in models_in(model):  # the innermost last, whose config applies
+        for module in part.modules():
+            kind = type(module)
+            is_known = kind.__name__ in _PATCHED and kind.__module__.startswith(("transformers.models.", __package__))
+            if is_known and not getattr(module, "is_decoder", False):
+                from hf_efficient_attn.integration import patched  # it imports the models
+
+                module.__class__ = getattr(patched, kind.__name__)
+                vars(module)["config"] = part.config
+
+
+def knows_causality(module: nn.Module, owner: PreTrainedModel) -> bool:
+    """Whether `is_causal` of an attention module is true: a model without `sdpa` can say anything there."""
+    return bool(owner._supports_sdpa) or is_patched(module)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether a module has its class from `patched`."""
+    return type(module).__module__ == f"{__package__}.patched"
+
+
 class Snapshot:
-    """The attributes of models, of their configs and of others at one moment, and of the dictionaries among them.
+    """The classes and attributes of models, of their configs and of others at one moment, with dictionaries among them.
 
     That restores everything, because a switch to another method replaces attributes, and never writes into a tensor.
     """
 
-    def __init__(self, models: Sequence[PreTrainedModel], configs: Sequence[PreTrainedConfig] = ()) -> None:
+    def __init__(self, models: Sequence[nn.Module], configs: Sequence[PreTrainedConfig] = ()) -> None:
         modules = dict.fromkeys(module for model in models for module in model.modules())
         of_models = [config for model in models for config in configs_of(model)]
+        self._classes = [(module, type(module)) for module in modules]
         self._saved: list[tuple[dict, dict]] = []
         for holder in (*modules, *of_models, *configs):
             attributes = vars(holder)
@@ -228,6 +260,8 @@ class Snapshot:
             raise
 
     def _restore(self) -> None:
+        for module, kind in self._classes:
+            module.__class__ = kind
         for present, saved in self._saved:
             present.clear()
             present.update(saved)

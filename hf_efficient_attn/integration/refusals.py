@@ -58,16 +58,20 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
     for what, module, path in _needs_of_a_matrix(model, through):
         if what is None:
             continue
-        exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
         raise UnsupportedAttentionError(
             f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
-            f"matrix: use attn_implementation={exact!r}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"matrix: use {_exact_for(through)}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     if is_complete:
         _check_layers(kind, chosen)
     for found in chosen:
         if found.chosen is not None:
             _check_form(kind, found, found.chosen)
+
+
+def _exact_for(chosen: Iterable[models.AttentionModule]) -> str:
+    """How to choose exact attention in the model of some modules."""
+    return f"attn_implementation={EXACT if all(found.owner._supports_sdpa for found in chosen) else 'eager'!r}"
 
 
 def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:
@@ -88,7 +92,8 @@ def _needs_of_a_matrix(
     Modules inside of attention modules, and attention modules that do not ask the interface, do not concern a method.
     """
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
-        yield models.matrix_need(module, is_attention=False), module, path
+        if not has_distance_bias(type(module)):
+            yield models.matrix_need(module, is_attention=False), module, path
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
             yield models.matrix_need(module, is_attention=True), module, location.name
@@ -100,7 +105,7 @@ def _needs_of_a_matrix(
         if is_shorter and "chunked" in (models.layer_type(module, config) or ""):
             yield "attends within chunks of its own", module, location.name
         # Like `sdpa`, a method takes causality from the attention module. In other models it can say anything.
-        if not owner._supports_sdpa:
+        if not models.knows_causality(module, owner):
             what = f"does not support attn_implementation={EXACT!r}: possibly only a mask makes it causal"
             yield what, module, location.name
 
@@ -159,13 +164,15 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) 
     is_causal = not location.is_cross and getattr(found.module, "is_causal", None) is True
     adds_bias = method.adds_distance_bias and (method.adds_causal_bias or not is_causal)
     if not location.is_cross and has_distance_bias(attention) and not adds_bias:
-        advice = "choose only its encoder (layers=['encoder']), or " if is_causal and method.adds_distance_bias else ""
+        is_decoder = is_causal and method.adds_distance_bias
+        has_encoder = is_decoder and getattr(found.config, "is_encoder_decoder", False)
+        advice = "choose only its encoder (layers=['encoder']), or " if has_encoder else ""
         raise UnsupportedAttentionError(
-            f"{kind} adds a bias of relative positions (relative_attention_bias) to the scores of its attention "
+            f"{kind} adds a bias of relative positions to the scores of its attention "
             f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep"
-            f"{' in causal attention' if advice else ''}: {advice}use "
+            f"{' in causal attention' if is_decoder else ''}: {advice}use "
             f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
-            f"hyperparameters, or attn_implementation={EXACT!r}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     check_methods(
         [method],

@@ -51,8 +51,12 @@ def switch(
 
 def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionModule]:
     """The attention modules of a model, after a check of what its configs ask for."""
-    parts, modules = models.models_in(root), list(models.attention_modules(root))
-    if any(method_of(part.config) for part in parts):
+    parts = models.models_in(root)
+    is_switched = any(method_of(part.config) for part in parts)
+    if is_switched:
+        models.adopt(root)
+    modules = list(models.attention_modules(root))
+    if is_switched:
         # A choice on the config of a composite model goes down to its parts, as `attn_implementation` does.
         stored = root.config.efficient_attention
         for part in parts if stored is not None else ():
@@ -169,6 +173,11 @@ def _set_implementation(
             for config in models.configs_of(self):
                 config._attn_implementation_internal = attn_implementation
         else:
+            for part in models.models_in(self) if isinstance(attn_implementation, str) else ():
+                # Like a method, the implementation before it is set where the original skips the class.
+                if method_of(part.config) is not None and not part._can_set_attn_implementation():
+                    name = part.get_correct_attn_implementation(str(attn_implementation))
+                    part.config._attn_implementation_internal = name
             original(self, attn_implementation, *args, **kwargs)
 
     switch([self], change_configs)

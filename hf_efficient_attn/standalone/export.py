@@ -23,12 +23,14 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jinja2
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.checkpoint.source import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.distance_bias import has_distance_bias
+from hf_efficient_attn.integration.models import is_patched
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import available_methods, get_method, learns
@@ -112,12 +114,13 @@ def export_kernel(
     return report | {"backends": list(BACKENDS)}
 
 
-def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
-    """The `attn_implementation` that names the method of a model's config in a kernel repository.
+def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
+    """The `attn_implementation` that names the method of a model in a kernel repository.
 
     A model whose attention a kernel repository cannot compute is refused.
     """
     check_hub_id(repo_id, "--kernel")
+    config: Any = model.config
     stored = config.efficient_attention
     entries = as_settings(stored).entries if stored else ()
     methods = sorted({entry.config.method for entry in entries})
@@ -129,6 +132,8 @@ def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
         "'layers' must be numbers": any(isinstance(layer, str) for entry in entries for layer in entry.layers or ()),
         "the model has cross attention": config.is_encoder_decoder or getattr(config, "add_cross_attention", False),
         "the model has several parts": bool(config.sub_configs),
+        "the model computes its attention itself": any(map(is_patched, model.modules())),
+        "the model adds a bias by distance": any(has_distance_bias(type(module)) for module in model.modules()),
     }
     for problem, applies in problems.items():
         if applies:
