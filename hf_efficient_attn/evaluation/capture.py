@@ -26,7 +26,6 @@ from hf_efficient_attn.integration.masks import padding_mask, read_mask
 from hf_efficient_attn.integration.models import (
     ModuleLocation,
     Snapshot,
-    adopt,
     attention_modules,
     configs_of,
     knows_causality,
@@ -34,6 +33,7 @@ from hf_efficient_attn.integration.models import (
     uses_interface,
 )
 from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
+from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
 

@@ -51,11 +51,6 @@ WINDOW_BY_MASK = re.compile(
     r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder|Phimoe|Qwen2Moe|T5Gemma2Merged|\w+OcrText|"
     r"DeepseekOcr2Text|EsmFold2Atom|\w+Audio)Attention"
 )
-# Classes that have a form of the same name in `patched`.
-_PATCHED = {
-    "BloomAttention", "LiltSelfAttention", "MPNetEncoder", "MPNetSelfAttention", "MegatronBertSelfAttention",
-    "RemBertSelfAttention", "RoFormerSelfAttention", "TapasSelfAttention",
-}  # fmt: skip
 # Models that do not use the table of attention classes in their file.
 _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
 
@@ -207,22 +202,6 @@ def layer_type(module: nn.Module, config: PreTrainedConfig) -> str | None:
     if isinstance(types, (list, tuple)) and isinstance(index, int) and 0 <= index < len(types):
         return str(types[index])
     return None
-
-
-def adopt(model: PreTrainedModel) -> None:
-    """Give the modules of a model that compute their attention themselves their classes of `patched`.
-
-    Decoders keep their class, except Bloom's, because their masks are made for their own forward.
-    """
-    for part in models_in(model):  # the innermost last, whose config applies
-        for module in part.modules():
-            kind = type(module)
-            is_known = kind.__name__ in _PATCHED and kind.__module__.startswith(("transformers.models.", __package__))
-            if is_known and not getattr(module, "is_decoder", False):
-                from hf_efficient_attn.integration import patched  # it imports the models
-
-                module.__class__ = getattr(patched, kind.__name__)
-                vars(module)["config"] = part.config
 
 
 def knows_causality(module: nn.Module, owner: PreTrainedModel) -> bool:

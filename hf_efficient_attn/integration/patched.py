@@ -1,6 +1,6 @@
 """Attention modules of Transformers that compute their attention themselves, changed to ask the attention interface.
 
-Each class derives from the class of the same name. `models.adopt` gives a module its class here when a method is
+Each class derives from the class of the same name. `switching.adopt` gives a module its class here when a method is
 chosen. The module keeps its parameters, and its forward for attention that is not in the interface ("eager").
 """
 

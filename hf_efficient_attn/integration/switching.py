@@ -26,6 +26,12 @@ from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
 from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
+# Classes that have a form of the same name in `patched`.
+_PATCHED = {
+    "BloomAttention", "LiltSelfAttention", "MPNetEncoder", "MPNetSelfAttention", "MegatronBertSelfAttention",
+    "RemBertSelfAttention", "RoFormerSelfAttention", "TapasSelfAttention",
+}  # fmt: skip
+
 
 def switch(
     roots: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
@@ -54,7 +60,7 @@ def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionM
     parts = models.models_in(root)
     is_switched = any(method_of(part.config) for part in parts)
     if is_switched:
-        models.adopt(root)
+        adopt(root)
     modules = list(models.attention_modules(root))
     if is_switched:
         # A choice on the config of a composite model goes down to its parts, as `attn_implementation` does.
@@ -64,6 +70,22 @@ def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionM
                 part.config.efficient_attention = stored
         refusals.check(root, [found for found in modules if method_of(found.config)], is_complete)
     return modules
+
+
+def adopt(model: PreTrainedModel) -> None:
+    """Give the modules of a model that compute their attention themselves their classes of `patched`.
+
+    Decoders keep their class, except Bloom's, because their masks are made for their own forward.
+    """
+    for part in models.models_in(model):  # the innermost last, whose config applies
+        for module in part.modules():
+            kind = type(module)
+            is_known = kind.__name__ in _PATCHED and kind.__module__.startswith(("transformers.models.", __package__))
+            if is_known and not getattr(module, "is_decoder", False):
+                from hf_efficient_attn.integration import patched  # it imports the models
+
+                module.__class__ = getattr(patched, kind.__name__)
+                vars(module)["config"] = part.config
 
 
 def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
