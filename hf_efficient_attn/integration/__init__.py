@@ -13,8 +13,8 @@ in these places only:
 - `GenerationMixin.init_continuous_batching` refuses models with a method of this package.
 - `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`cache`).
 
-A switch changes no class. It numbers the attention modules and attaches the parameters that their method learns. A few
-kinds of modules also get a forward of their own (`own_forward`), or a hook (`distance_bias`).
+A switch numbers the attention modules and attaches the parameters that their method learns. A few kinds of modules also
+get a forward of their own (`own_forward`), a hook (`distance_bias`), or a subclass that asks the interface (`patched`).
 
 An attention module can describe itself by plain attributes: `attention_layer`, its name in `layers`; `num_heads`,
 `head_dim`, `value_head_dim` and `max_tokens` (the largest number of keys), which determine the sizes of learned
