@@ -14,7 +14,7 @@ from hf_efficient_attn.evaluation import analyze, calibration, capture, pictures
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
-from test_distance_bias import needs_interface, t5
+from test_distance_bias import t5
 from test_encoder_decoder import inputs_of, tiny
 from tiny_models import tiny_batch, tiny_model
 
@@ -255,7 +255,7 @@ def test_a_method_that_fails_does_not_own_the_colours(flat, figures, tmp_path, c
 # Encoder-decoders, with `benchmark` and `convert`.
 
 
-@pytest.mark.parametrize("make", [lambda: tiny("bart"), pytest.param(t5, marks=needs_interface)], ids=["bart", "t5"])
+@pytest.mark.parametrize("make", [lambda: tiny("bart"), t5], ids=["bart", "t5"])
 def test_the_commands_take_both_stacks(make, text, tmp_path, capsys):
     """`benchmark` measures the encoder, and `analyze` names the layers of both stacks in a config for `convert`."""
     folder, out, file = save(tmp_path / "model", make(), "gpt2"), tmp_path / "out", tmp_path / "analysis.json"

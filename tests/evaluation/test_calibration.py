@@ -224,22 +224,6 @@ def test_the_calibrated_length_is_stored(is_mix, tmp_path):
     assert warnings_of(hea.convert(model, config), tiny_batch("bert")) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        *(
-            ({"method": "longformer", "calibrated_length": length}, "calibrated_length=.* must be an integer of 1")
-            for length in (0, -1, 2.5, "70", True)
-        ),
-        ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "in a mix every entry is"),
-        ({"method": "longformer", "calibrated_lenght": 70}, "Did you mean 'calibrated_length'"),
-    ],
-)
-def test_wrong_lengths_and_keys_are_refused(values, message):
-    with pytest.raises(UnsupportedAttentionError, match=message):
-        hea.EfficientAttentionConfig.from_dict(values)
-
-
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_one_warning_of_a_longer_sequence(family):
     """Padding does not make a sequence longer."""

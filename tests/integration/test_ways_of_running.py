@@ -200,19 +200,6 @@ def test_compiling_to_one_graph(name, method, backend):
     assert_same(gradients(model, inputs, compiled), gradients(model, inputs))
 
 
-def test_packed_sequences_are_refused_in_a_compiled_model():
-    """Position values are not known while the graph is traced, so the check is part of the graph."""
-    torch.compiler.reset()
-    model, ids = tiny_model("llama", "linear", num_hidden_layers=1), tiny_batch("llama")["input_ids"]
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    plain = torch.arange(70).expand(2, -1)
-    packed = torch.cat((torch.arange(30), torch.arange(40))).expand(2, -1)
-    with torch.no_grad():
-        compiled(ids, position_ids=plain, use_cache=False)
-        with pytest.raises(RuntimeError, match="packed sequences"):
-            compiled(ids, position_ids=packed, use_cache=False)
-
-
 # Other precisions, and weights elsewhere
 
 

@@ -1,21 +1,14 @@
 """distill.py and long_document.py, in one process and in two: results, continuation, refusals."""
 
-import copy
 import json
 
 import pytest
 import torch
-import transformers
 
-import hf_efficient_attn as hea
 from commands import command, made, text  # noqa: F401 (fixtures)
-from hf_efficient_attn.training import steps
-from hf_efficient_attn.training.data import TrainingData
-from hf_efficient_attn.training.distillation import Distillation
-from hf_efficient_attn.training.steps import shuffled
 from recipes import distill as recipe
 from recipes import long_document
-from tiny_recipes import ROOT, launch, refuses, same_weights, write
+from tiny_recipes import ROOT, launch, refuses, same_weights, weights, write
 
 METHOD = ["--method", "linear", "--set", "feature_map=hedgehog", "--set", "num_features=16"]
 SMALL = ["--length", "40", "--batch-size", "2", "--steps", "6", "--save-steps", "3"]
@@ -49,44 +42,17 @@ def launched(*options) -> str:
 
 
 @pytest.mark.exhaustive
-def test_two_processes_average_their_gradients(given, made, text, tmp_path, monkeypatch):  # noqa: F811
-    """The parameters are those of one process whose gradients are the means of those of two batches."""
+def test_two_processes_average_their_gradients(given, tmp_path):
+    """With batches of two inputs they learn what one process learns with batches of four."""
     shown = launched(*given, "--finetune-steps", "2", "-o", str(tmp_path / "out"))
     assert shown.count("| layers  |      3 |") == 1, "only the first process prints"
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 8
-    first_stage = tmp_path / "first"
-    launched(*given, "-o", str(first_stage))
-    assert (first_stage / "README.md").is_file() and not (tmp_path / "first.partial").exists()
-
-    model = transformers.BertModel.from_pretrained(made("bert")).eval()
-    data = TrainingData(model, made("bert"), text, 40, 2, 12)
-    streams = [map(data.batch, shuffled(data.train[rank::2], 0)) for rank in range(2)]
-    hea.convert(model, "linear", feature_map="hedgehog", num_features=16)
-    gradients = []
-
-    def remember(gradient):
-        gradients.append(gradient.clone())
-        return torch.zeros_like(gradient)
-
-    # Two distillations whose gradients are averaged, one after the other.
-    runs = [Distillation(model, 6) for _ in range(2)]
-    monkeypatch.setattr(steps, "world_size", lambda: 2)
-    for step in range(6):
-        state, batches = runs[0].state_dict(), [next(stream) for stream in streams]
-        gradients.clear()
-        runs[1].load_state_dict(copy.deepcopy(state))  # an optimizer changes what it has loaded
-        monkeypatch.setattr(steps, "mean_over_processes", remember)
-        runs[1].step(batches[1])
-        others = iter(list(gradients))
-        monkeypatch.setattr(steps, "mean_over_processes", lambda p, others=others: (p + next(others)) / 2)
-        runs[0] = Distillation(model, 6)
-        if step:
-            runs[0].load_state_dict(state)
-        runs[0].step(batches[0])
-    runs[0].finish()
-    written = transformers.BertModel.from_pretrained(first_stage).eval()
-    for name, p in model.state_dict().items():
-        torch.testing.assert_close(written.state_dict()[name], p, msg=name)
+    launched(*given, "-o", str(tmp_path / "two"))
+    assert (tmp_path / "two" / "README.md").is_file() and not (tmp_path / "two.partial").exists()
+    assert recipe.run([*given, "--batch-size", "4", "-o", str(tmp_path / "one")]) == 0
+    one, two = (weights(tmp_path / name) for name in ("one", "two"))
+    for name, x in one.items():
+        torch.testing.assert_close(two[name], x, msg=name)
 
 
 @pytest.mark.exhaustive
