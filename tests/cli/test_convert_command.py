@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import hf_efficient_attn as hea
 from commands import read, refused, run_json, same, shown, tensors
+from each import refuses
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as tensors_of_conversion
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from tiny_models import FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 INDEX = "model.safetensors.index.json"
@@ -125,8 +125,7 @@ def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, sour
 
 def test_a_result_that_does_not_load_is_not_written(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tensors_of_conversion, "_stored_name", lambda name, *others: name.replace("learned", "lost"))
-    with pytest.raises(UnsupportedAttentionError, match="does not load again"):
-        linformer(source, tmp_path / "out")
+    refuses("does not load again", linformer, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -261,8 +260,7 @@ def test_from_one_method_to_another(source, tmp_path, capsys):
     changed = convert_checkpoint(tmp_path / "a", tmp_path / "b", "linformer", hyperparameters={"projection_dim": 4})
     assert set(changed["parameters"]["new"]) == set(trained)
     assert changed["settings"]["share"] == "none"
-    with pytest.raises(UnsupportedAttentionError, match="learned tables"):
-        convert_checkpoint(tmp_path / "a", tmp_path / "c", "linformer", max_length=256)
+    refuses("learned tables", convert_checkpoint, tmp_path / "a", tmp_path / "c", "linformer", max_length=256)
     convert_checkpoint(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
 
 

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from commands import command, interrupt, read, refused, save, tree
+from each import refuses
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.writing import replacing, write_results
 from tiny_models import tiny_model
 
@@ -116,8 +116,7 @@ def test_outputs_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
         *(("x" * length, f"{no_name}File name too long") for length in (300, 245)),
         (tmp_path / "file/a/b/out", f"{no_name}Not a directory"),
     ]:
-        with pytest.raises(UnsupportedAttentionError, match=message):
-            checkpoint_conversion.convert_checkpoint(source, output, "linear", force=True)
+        refuses(message, checkpoint_conversion.convert_checkpoint, source, output, "linear", force=True)
     assert tree(tmp_path) == before
 
 

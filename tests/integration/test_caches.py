@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer
 from hf_efficient_attn.integration.near_far_cache import NearFarLayer
@@ -240,8 +241,7 @@ def test_models_that_modify_cached_keys(name):
     cache.__class__ = kept.__class__ = Copying
     torch.testing.assert_close(decode(model, ids, [68, 69], cache), whole, atol=1e-4, rtol=1e-4)
     assert cache.layers[0].keys.shape[2] == cache.get_seq_length() == 70
-    with pytest.raises(Refused, match="clone"):
-        model(ids[:, :1], past_key_values=kept, use_cache=True)
+    refuses("clone", model, ids[:, :1], past_key_values=kept, use_cache=True)
 
 
 def test_new_keys_show_their_shape_but_cannot_be_used():
@@ -249,8 +249,7 @@ def test_new_keys_show_their_shape_but_cannot_be_used():
     assert keys.shape == (1, 2, 3, 4) and keys.dtype == torch.float64 and keys.size(1) == 2 and keys.ndim == 4
     assert keys.grad is None and keys.is_contiguous() and not keys.requires_grad
     for use in (lambda: keys.mT, lambda: keys + 1, lambda: torch.cat([keys, keys], 2), lambda: keys[0]):
-        with pytest.raises(hea.UnsupportedAttentionError, match="start with a new cache"):
-            use()
+        refuses("start with a new cache", use)
 
 
 def test_a_compiled_forward_stores_keys():
@@ -335,14 +334,12 @@ def test_memory_is_bounded_and_steps_do_not_matter(family):
 def test_methods_that_decode_exactly(method):
     model, ids = tiny_model("gpt2", method, head=True), tokens(2, 90)
     if not hea.method_info(method).config_class.decodes_exactly:
-        with pytest.raises(Refused, match="does not attend to all cached keys"):
-            hea.NearFarCache(model.config)
+        refuses("does not attend to all cached keys", hea.NearFarCache, model.config)
         return
     for config, columns, words in (
         (tiny_model("gpt2", head=True).config, 256, r"'sdpa'.*hea.convert"), (model.config, 7, "8 or more")
     ):  # fmt: skip
-        with pytest.raises(Refused, match=words):
-            hea.NearFarCache(config, columns)
+        refuses(words, hea.NearFarCache, config, columns)
     found = [decode(model, ids, range(75, 90), cache) for cache in (hea.NearFarCache(model.config, 120), None)]
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
     # Layers that stay exact keep their keys.

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
 from promises import LargestTensor
@@ -136,10 +137,8 @@ def test_other_methods_refuse_a_bias():
         hea.attention("linear", *tensors, distance_bias=table)
     with pytest.raises(hea.UnsupportedAttentionError, match=r"nearfar: .* of causal attention. .* can: longformer$"):
         hea.attention("nearfar", *tensors, distance_bias=table, is_causal=True)
-    with pytest.raises(hea.UnsupportedAttentionError, match="cannot add a bias"):
-        hea.attention("longformer", *tensors, distance_bias=table, global_tokens=1)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"distance_bias must be \(3, 2R \+ 1\)"):
-        hea.attention("longformer", *tensors, distance_bias=table[:, :30])
+    refuses("cannot add a bias", hea.attention, "longformer", *tensors, distance_bias=table, global_tokens=1)
+    refuses(r"distance_bias must be \(3, 2R \+ 1\)", hea.attention, "longformer", *tensors, distance_bias=table[:, :30])
 
 
 def test_a_small_window_equals_t5_with_a_mask_of_the_window():
@@ -208,8 +207,7 @@ def test_refusals_name_what_can_be_used():
         ("linear", r"cannot keep: use hyperattention, kdeformer, longformer, nearfar, scatterbrain with default"),
         ({"method": "longformer", "global_tokens": 1}, r"use .*longformer.* with default hyperparameters"),
     ):
-        with pytest.raises(hea.UnsupportedAttentionError, match=f"bias of relative positions.*{words}"):
-            hea.convert(model, method)
+        refuses(f"bias of relative positions.*{words}", hea.convert, model, method)
     assert model.config._attn_implementation == "sdpa" or model.config.efficient_attention is None
     assert hea.convert(t5(), "longformer", layers=["encoder"]).config.efficient_attention["layers"] == ["encoder"]
 

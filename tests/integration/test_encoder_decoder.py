@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn.integration import layers as naming
 from test_model_types import case
 from tiny_models import IMAGE, SIZES, SMALL, output, tiny_batch, tiny_model
@@ -147,8 +148,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(layers, tmp_path):
         lambda: type(model).from_pretrained(tmp_path),
         lambda: transformers.BartModel.from_pretrained(tmp_path),
     ):
-        with pytest.raises(Refused, match=r"'decoder', 'decoder\.layers', 'encoder', 'encoder\.layers'"):
-            call()
+        refuses(r"'decoder', 'decoder\.layers', 'encoder', 'encoder\.layers'", call)
     assert model.config.efficient_attention is None
 
 
@@ -156,8 +156,7 @@ def test_a_layer_that_is_selected_twice_is_refused():
     mix = [{"layers": ["encoder"], "method": "linear"}, {"layers": [0], "method": "kdeformer"}]
     with pytest.raises(Refused, match=r"encoder\.layers\.0\.self_attn .*linear, kdeformer"):
         hea.convert(tiny("bart"), hea.EfficientAttentionConfig(layers=mix))
-    with pytest.raises(Refused, match=r"more than once: \['t2t.0'\]"):
-        hea.EfficientAttentionConfig("linear", None, ["t2t.0", "t2t.0"])
+    refuses(r"more than once: \['t2t.0'\]", hea.EfficientAttentionConfig, "linear", None, ["t2t.0", "t2t.0"])
 
 
 def test_ranges_of_names():
@@ -173,8 +172,7 @@ def test_ranges_of_names():
     assert naming.in_order([3, "t2t.1", None, 0, "t2t.0", 3]) == [None, "t2t.0", "t2t.1", 0, 3]
     for text in ("0", "0-3,5", "t2t.0,t2t.1", "t2t.1,0,2-4"):
         assert naming.ranges(naming.parse_layers(text)) == text
-    with pytest.raises(Refused, match="--layers"):
-        naming.parse_layers("encoder.layers.5-2")
+    refuses("--layers", naming.parse_layers, "encoder.layers.5-2")
 
 
 def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
@@ -187,8 +185,7 @@ def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
 
 def test_invalid_layers_are_refused():
     for layer in ("3", "-1", "", " t2t.0", "t2t..0", "t2t.0`", "a" * 65, "[x](y)", "t2t.0\n", True, 1.5, -1, None):
-        with pytest.raises(Refused, match="non-negative integer"):
-            naming.check_layer(layer)
+        refuses("non-negative integer", naming.check_layer, layer)
 
 
 def test_a_config_keeps_names():
@@ -367,15 +364,12 @@ def test_what_is_refused_leaves_the_other_parts(model, folder):
     names = {"vision_config": "nearfar", "text_config": "linformer"}
     rows += [(names, "no causal form")] if model.config.model_type != "clip" else []
     for choice, words in rows:
-        with pytest.raises(Refused, match=words):
-            type(model).from_pretrained(folder, attn_implementation=choice)
-        with pytest.raises(Refused, match=words):
-            model.set_attn_implementation(choice)
+        refuses(words, type(model).from_pretrained, folder, attn_implementation=choice)
+        refuses(words, model.set_attn_implementation, choice)
         assert chosen(model) == ["sdpa"] * 3
     if model.config.model_type == "clip":
         model.set_attn_implementation(names)
-        with pytest.raises(Refused, match="no causal form"):
-            output(model, inputs_for(model))
+        refuses("no causal form", output, model, inputs_for(model))
     config = transformers.BertConfig(**TEXT)
     with pytest.raises(Refused, match="unknown part of BertConfig"):
         transformers.AutoModel.from_config(config, attn_implementation={"text_config": "linear"})

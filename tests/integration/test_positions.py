@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from each import refuses
 from test_encoder_decoder import tiny
 from tiny_models import FAMILY_VALUES, generate, output, tiny_batch, tiny_model
 
@@ -136,15 +137,13 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
     model.save_pretrained(tmp_path)
     copied, pickled = copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)
     for same in (model, copied, pickled, type(model).from_pretrained(tmp_path)):
-        with pytest.raises(Refused, match=MESSAGE.format(150)):
-            output(same, long)
+        refuses(MESSAGE.format(150), output, same, long)
     embeds = model.get_input_embeddings()(long["input_ids"])
     with pytest.raises(Refused, match=MESSAGE.format(150)):
         output(model, {"inputs_embeds": embeds, **({"decoder_inputs_embeds": embeds} if family == "bart" else {})})
     # What the message says helps, in each copy of the model.
     output(hea.extend_positions(model, 150), long)
-    with pytest.raises(Refused, match=MESSAGE.format(150)):
-        output(copied, long)
+    refuses(MESSAGE.format(150), output, copied, long)
     # Exact again, the model is Transformers' own.
     with pytest.raises((IndexError, RuntimeError)):
         output(hea.convert(copied, "sdpa"), long)
@@ -153,8 +152,7 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
 def test_generation_is_refused_where_it_exceeds_the_table():
     model, ids = hea.convert(model_of("gpt2"), "linear"), tiny_batch("bert", length=120)["input_ids"]
     for use_cache in (True, False):
-        with pytest.raises(Refused, match=MESSAGE.format(129)):
-            generate(model, {"input_ids": ids}, 12, use_cache=use_cache)
+        refuses(MESSAGE.format(129), generate, model, {"input_ids": ids}, 12, use_cache=use_cache)
     assert generate(model, {"input_ids": ids[:, :117]}, 12).shape == (2, 12)
     # Padding on the left takes no positions.
     mask = torch.ones_like(ids)
@@ -167,19 +165,16 @@ def test_positions_are_counted_without_padding_where_the_model_does():
     ids[:, 128:] = model.config.pad_token_id
     assert torch.isfinite(output(model, {"input_ids": ids})).all()
     ids[1, 128:131] = 7
-    with pytest.raises(Refused, match=MESSAGE.format(131)):
-        output(model, {"input_ids": ids})
+    refuses(MESSAGE.format(131), output, model, {"input_ids": ids})
     bert, inputs = hea.convert(tiny_model("bert"), "longformer"), tiny_batch("bert", length=150)
     positions = torch.arange(150)[None].clamp(max=127)
     inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     assert torch.isfinite(output(bert, {**inputs, "position_ids": positions})).all()
-    with pytest.raises(Refused, match=MESSAGE.format(129)):
-        output(bert, {**inputs, "position_ids": positions + 1})
+    refuses(MESSAGE.format(129), output, bert, {**inputs, "position_ids": positions + 1})
 
 
 def test_a_table_can_be_replaced():
     model = hea.convert(tiny_model("gpt2", n_layer=1), "linear")
     model.wpe = torch.nn.Embedding(200, 32)
     assert output(model, tiny_batch("gpt2", length=190)).shape == (2, 190, 32)
-    with pytest.raises(Refused, match="201 tokens and GPT2Model has 200 positions"):
-        output(model, tiny_batch("gpt2", length=201))
+    refuses("201 tokens and GPT2Model has 200 positions", output, model, tiny_batch("gpt2", length=201))

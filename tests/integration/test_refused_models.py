@@ -9,6 +9,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.models import attention_table
 from test_model_types import sizes
@@ -103,8 +104,7 @@ def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
     if "CLASSES" in words or "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
         words = f"{words}|{NO_INTERFACE}"
     for way in ways:
-        with pytest.raises(Refused, match=words):
-            way()
+        refuses(words, way)
         assert model.config._attn_implementation == before and model.config.efficient_attention is None
         assert model.state_dict().keys() == state.keys() and config._attn_implementation is None
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
@@ -129,8 +129,7 @@ def test_attention_sinks_and_soft_caps_are_refused():
         ("indexer", torch.nn.Identity(), "a mask of the keys that each query selects"),
     ):
         setattr(model.layers[1].self_attn, name, value)
-        with pytest.raises(Refused, match=f"{words} .*in LlamaAttention at layers.1.self_attn"):
-            hea.convert(model, "linear")
+        refuses(f"{words} .*in LlamaAttention at layers.1.self_attn", hea.convert, model, "linear")
         delattr(model.layers[1].self_attn, name)
     hea.convert(model, "linear")
 
@@ -203,8 +202,7 @@ def test_a_part_without_attention(tmp_path):
     assert loaded.config._attn_implementation == "nearfar"
     with torch.no_grad():
         loaded(torch.zeros(1, 3, 64, 64))
-    with pytest.raises(Refused, match=NO_INTERFACE):
-        load(tmp_path, attn_implementation={"backbone_config": "nearfar"})
+    refuses(NO_INTERFACE, load, tmp_path, attn_implementation={"backbone_config": "nearfar"})
 
 
 def test_a_model_that_gets_attention_after_its_base_class_is_made():
@@ -226,7 +224,5 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
         return config_of("bert", efficient_attention={"method": "longformer", "layers": layers})
 
     assert Whole(make(["text.encoder"])).config._attn_implementation == "longformer"
-    with pytest.raises(Refused, match="no attention in layers"):
-        Whole(make(["decoder"]))
-    with pytest.raises(Refused, match=NO_INTERFACE):
-        Base(make(["text.encoder"]))
+    refuses("no attention in layers", Whole, make(["decoder"]))
+    refuses(NO_INTERFACE, Base, make(["text.encoder"]))

@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
-from each import few_methods
+from each import few_methods, refuses
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
@@ -158,13 +158,11 @@ def test_a_mix_of_methods(calls):
     decoder, vit = hea.convert(tiny_model("gpt2"), "linear"), tiny_model("vit")
     mix["layers"][0] = {"layers": [0], "method": "reformer"}
     decoder.config.efficient_attention = {"method": "linear", **mix}
-    with pytest.raises(Refused, match=r"hf_efficient_attn\.convert\(model"):
-        output(decoder, tiny_batch("gpt2"))
+    refuses(r"hf_efficient_attn\.convert\(model", output, decoder, tiny_batch("gpt2"))
     model, vit.config._attn_implementation = tiny_model("bert"), "performer"
     model.config._attn_implementation = "performer"
     assert methods_called() == [hea.PerformerConfig()] * 2 and calls[0]["seed"] != calls[1]["seed"]
-    with pytest.raises(Refused, match="set_attn_implementation"):
-        output(vit, tiny_batch("vit"))
+    refuses("set_attn_implementation", output, vit, tiny_batch("vit"))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -308,8 +306,7 @@ def test_unknown_names_and_values_are_refused_at_once():
         (lambda: hea.convert(model, "sdpa", layers=[0]), "takes no layers"),
         (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already says"),
     ):
-        with pytest.raises(Refused, match=words):
-            call()
+        refuses(words, call)
         assert model.config._attn_implementation == "sdpa" and model.config.efficient_attention is None
     config.efficient_attention = {"method": "kdeformer"}
     with pytest.raises(Refused, match="read-only"):
@@ -347,8 +344,7 @@ def test_the_rows_of_the_collator(family, layers):
     if "position_ids" in names:
         calls.append(partial(model, *(first.get(name) for name in names[: names.index("position_ids") + 1])))
     for call in calls:
-        with pytest.raises(Refused, match="packed sequences"):
-            call()
+        refuses("packed sequences", call)
     hea.convert(model, "sdpa")(**first)
 
 
@@ -383,8 +379,7 @@ def test_packed_sequences_in_a_compiled_model(use_cache):
 @pytest.mark.parametrize("family", ["bert", *DECODERS])
 def test_masks_of_pairs_are_refused(family):
     batch = {**tiny_batch(family), "attention_mask": torch.ones(2, 1, 70, 70)}
-    with pytest.raises(Refused, match="4-D"):
-        output(tiny_model(family, "longformer"), batch)
+    refuses("4-D", output, tiny_model(family, "longformer"), batch)
 
 
 def said(mask):
@@ -422,14 +417,11 @@ def test_every_kind_of_mask_that_transformers_makes():
         assert torch.equal(keys, padding.bool()) and is_causal is not kind.startswith("full") and not is_local, kind
         assert call(mask=torch.ones_like(padding)) is None and call(mask=None) is None, kind
         for more in ("or_mask_function", "and_mask_function"):
-            with pytest.raises(Refused, match="not plain"):
-                call(**{more: lambda batch, head, query, key: key < 5})
-        with pytest.raises(Refused, match=r"must be \(batch, keys\)"):
-            call(mask=torch.ones(2, 70, 70))
+            refuses("not plain", call, **{more: lambda batch, head, query, key: key < 5})
+        refuses(r"must be \(batch, keys\)", call, mask=torch.ones(2, 70, 70))
         config.sliding_window = config.attention_chunk_size = 69
         if kind == "chunk":
-            with pytest.raises(Refused, match="not plain"):
-                call()
+            refuses("not plain", call)
         elif "window" in kind:
             for mask in (padding, None):
                 keys, is_causal, is_local = said(call(mask=mask))
@@ -446,8 +438,7 @@ def test_output_attentions_is_refused(family):
     assert len(eager(**inputs).attentions) == 2
     hea.convert(eager, "linear")
     for one, options in ((model, {"output_attentions": True}), (head, {"output_attentions": True}), (eager, {})):
-        with pytest.raises(Refused, match="output_attentions"):
-            one(**inputs, **options)
+        refuses("output_attentions", one, **inputs, **options)
     with pytest.raises(ValueError, match="output_attentions"):
         model.config.output_attentions = True
     assert len(hea.convert(eager, "eager")(**inputs, output_attentions=True).attentions) == 2
@@ -472,8 +463,7 @@ def test_arguments_of_a_loss_pass(family):
     # The body has no loss: whatever it does not know reaches its attention.
     body = tiny_model(family, "linear")
     output(body, inputs, labels=labels, shift_labels=labels, class_weights=torch.ones(60), rewards=[torch.ones(2)])
-    with pytest.raises(Refused, match="'my_attention_bias' of the attention would be lost"):
-        output(body, inputs, my_attention_bias=torch.ones(2))
+    refuses("'my_attention_bias' of the attention would be lost", output, body, inputs, my_attention_bias=torch.ones(2))
 
 
 @pytest.mark.exhaustive
@@ -508,8 +498,7 @@ def test_arguments_that_change_the_meaning_are_refused():
         ("cu_seq_lens_q", torch.zeros(2)), ("new_attention_bias", torch.zeros(1)), ("block_table", (torch.zeros(1),)),
         ("sliding_window", 4), ("output_attentions", True),
     ):  # fmt: skip
-        with pytest.raises(Refused, match=name if name != "sliding_window" else "window of 4"):
-            forward(layer, q, q, q, None, **{name: value})
+        refuses(name if name != "sliding_window" else "window of 4", forward, layer, q, q, q, None, **{name: value})
     harmless = {"position_ids": torch.arange(9), "use_cache": True, "sliding_window": 9, "softcap": None,
                 "position_embeddings": (q, q)}  # fmt: skip
     out, weights = forward(layer, q, q, q, None, **harmless)

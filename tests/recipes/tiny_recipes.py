@@ -1,5 +1,6 @@
 """Every recipe with tiny data and models, for the tests of what all of them promise and of each one's parts."""
 
+import functools
 import gzip
 import io
 import itertools
@@ -8,7 +9,6 @@ import pathlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
 
+import each
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipes import accelerate_loop, clm, glue, imagenet, lra, mlm, translation
 from recipes.common import reporting
@@ -265,10 +266,7 @@ def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: s
         return COMMANDS[name][0].run(options_of(name, here, out, *more, model=model))
 
 
-def refuses(message: str, call: Callable[..., Any], *given: Any, **named: Any) -> None:
-    """Check that a call raises ValueError with a message."""
-    with pytest.raises(ValueError, match=message):
-        call(*given, **named)
+refuses = functools.partial(each.refuses, error=ValueError)
 
 
 def launch(script: str | pathlib.Path, *options: Any) -> subprocess.CompletedProcess:
