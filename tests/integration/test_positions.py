@@ -12,7 +12,6 @@ from each import refuses
 from test_encoder_decoder import tiny
 from tiny_models import FAMILY_VALUES, generate, output, tiny_batch, tiny_model
 
-Refused = hea.UnsupportedAttentionError
 LEARNED = ["bert", "roberta", "distilbert", "gpt2"]
 MODELS = [*LEARNED, "opt", "bart"]
 # Entries of a table before position 0.
@@ -119,7 +118,7 @@ def t5():
 def test_what_is_refused_changes_nothing(make, length, method, words):
     model = make()
     before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config)
-    with contextlib.nullcontext() if words is None else pytest.raises(Refused, match=words):
+    with contextlib.nullcontext() if words is None else pytest.raises(hea.UnsupportedAttentionError, match=words):
         hea.extend_positions(model, length, method=method)
     assert config == model.config
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -139,7 +138,7 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
     for same in (model, copied, pickled, type(model).from_pretrained(tmp_path)):
         refuses(MESSAGE.format(150), output, same, long)
     embeds = model.get_input_embeddings()(long["input_ids"])
-    with pytest.raises(Refused, match=MESSAGE.format(150)):
+    with pytest.raises(hea.UnsupportedAttentionError, match=MESSAGE.format(150)):
         output(model, {"inputs_embeds": embeds, **({"decoder_inputs_embeds": embeds} if family == "bart" else {})})
     # What the message says helps, in each copy of the model.
     output(hea.extend_positions(model, 150), long)

@@ -186,18 +186,6 @@ def test_table_is_printed_and_written(tmp_path, capsys):
     assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "10.071" in out
 
 
-def test_refusals_are_one_line(capsys):
-    refused = (
-        ("--layer", "vit", "biggan, t2t.0, t2t.1"),
-        ("--method", "kdeformr", "kdeformer"),
-        ("--budget", "none", "number of tokens"),
-    )
-    for option, value, message in refused:
-        assert run(operations, option, value) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
-
-
 # Errors in half precision.
 
 

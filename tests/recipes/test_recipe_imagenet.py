@@ -50,10 +50,6 @@ LAYOUTS = {
     "numbered splits": ("train/n01440764_a.jpg val/n02012849.jpg", {"train": "n01440764", "val": "n02012849"}),
     "numbered classes": ("n01440764/n01440764_1.jpg n02012849/x.jpg", NUMBERED),
     "named classes": ("tench/n01440764_1.jpg crane/n02012849_1.jpg", {"": "crane tench"}),
-    "ImageNet": (
-        "train/n01440764/n01440764_1.JPEG val/n02012849/n02012849_2.JPEG",
-        {"train": "n01440764", "val": "n02012849"},
-    ),
     "system files": ("cat/a.jpg dog/b.jpg __MACOSX/cat/._a.jpg .cache/c.jpg read.txt", {"": "cat dog"}),
 }
 
@@ -360,16 +356,16 @@ def test_models_with_a_fixed_resolution(here):
     assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
     model.forward = lambda pixel_values, labels=None: None
     refuses("cannot interpolate its positions", imagenet.fit_resolution, model, 64)
+    # A T2T-ViT becomes one for that size, unless it holds tables already.
+    model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(here / "t2t"))
+    assert imagenet.fit_resolution(model, 48) == (48, None, False) and model.config.image_size == 48
+    assert [module.max_tokens for module in model.modules() if hasattr(module, "max_tokens")] == [576, 144, 37, 37]
+    refuses("not a multiple of the 8 pixels of a patch", imagenet.fit_resolution, model, 50)
+    words = r"holds parameters that its attention method learned .* convert it to 'sdpa'"
+    refuses(words, imagenet.fit_resolution, hea.convert(model, "linformer", projection_dim=8), 32)
 
 
 # --- T2T-ViT ---
-
-
-def tables_of(folder) -> dict:
-    """Number of tokens of the learned tables, by layer."""
-    model = AutoModelForImageClassification.from_pretrained(folder)
-    modules = [module for module in model.modules() if hasattr(module, "learned_parameters")]
-    return {module.attention_layer: module.learned_parameters.sizes["max_length"] for module in modules}
 
 
 @pytest.mark.parametrize(
@@ -384,33 +380,13 @@ def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, here, t
     assert [(s["step"], s["from"], s["to"]) for s in report["switches"]] == [(switch, base, variant)]
     assert losses(out)[0] > 0.8 and report["metrics"]["eval_top1"] >= 0.9
     assert (report["resolution"], report["tokens"]) == (32, None)
-    assert tables_of(out) == {"t2t.0": 256, "t2t.1": 64, 0: 17, 1: 17}
     saved = AutoModelForImageClassification.from_pretrained(out)
+    learned = [module.learned_parameters for module in saved.modules() if hasattr(module, "learned_parameters")]
+    assert [parameters.sizes["max_length"] for parameters in learned] == [256, 64, 17, 17]
     assert type(saved).__name__ == "T2TViTForImageClassification" and saved.config.id2label[0] == "blue"
     assert not saved.t2t_vit.embeddings.position_embeddings.requires_grad
     again = recipe(here, tmp_path / "again", "--eval_only", model=f"--model {out}")
     assert again["metrics"]["eval_loss"] == pytest.approx(report["metrics"]["eval_loss"], abs=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_t2t_vit_trains_with_methods_in_its_stages_alone(here, tmp_path):
-    def run(name, folder, *options):
-        more = "--max_steps", 2, "--attention", "linformer", "--set", "projection_dim=8"
-        return recipe(here, tmp_path / name, *more, *options, model=f"--model {folder}")
-
-    one = run("one", here / "t2t", "--from_scratch", "--layers", "t2t.0,t2t.1")
-    assert one["efficient_attention"]["layers"] == ["t2t.0", "t2t.1"]
-    assert tables_of(tmp_path / "one") == {"t2t.0": 256, "t2t.1": 64}
-    # At another size the model becomes one for that, tables included, unless it holds tables already.
-    with pytest.raises(ValueError, match=r"holds parameters that its attention method learned .* convert it to 'sdpa'"):
-        recipe(here, tmp_path / "two", "--resolution", 48, model=f"--model {tmp_path / 'one'}")
-    exact = hea.convert(AutoModelForImageClassification.from_pretrained(tmp_path / "one"), "sdpa")
-    exact.save_pretrained(tmp_path / "exact")
-    imagenet.processor_of(PLAIN, 32, 0.9).save_pretrained(tmp_path / "exact")
-    run("three", tmp_path / "exact", "--resolution", 48)
-    assert tables_of(tmp_path / "three") == {"t2t.0": 576, "t2t.1": 144, 0: 37, 1: 37}
-    assert AutoModelForImageClassification.from_pretrained(tmp_path / "three").config.image_size == 48
-    refuses("not a multiple of the 8 pixels of a patch", run, "four", tmp_path / "exact", "--resolution", 50)
 
 
 def test_t2t_vit_by_name(here, tmp_path):
