@@ -352,8 +352,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("words", "call", "given"), REFUSALS)
 def test_refusals(words, call, given):
-    with pytest.raises(ValueError, match=words):
-        call(**given)
+    refuses(words, call, **given, error=ValueError)
 
 
 def test_calibrate_and_analyze():

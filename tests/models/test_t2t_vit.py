@@ -113,8 +113,7 @@ WRONG_SIZES = {
 
 @pytest.mark.parametrize("message", WRONG_SIZES)
 def test_sizes_that_do_not_fit_together_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        T2TViTConfig(**{**TINY, **WRONG_SIZES[message]})
+    refuses(message, T2TViTConfig, **{**TINY, **WRONG_SIZES[message]}, error=ValueError)
 
 
 def test_configs_survive_saving_and_copying(tmp_path):
@@ -125,8 +124,7 @@ def test_configs_survive_saving_and_copying(tmp_path):
     for again in (transformers.AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
         assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
     assert T2TViTConfig(**TINY).grids() == [(16, 16), (8, 8), (4, 4)]
-    with pytest.raises(ValueError, match="images of 2 x 40 pixels are too small for kernels"):
-        config.grids(2, 40)
+    refuses("images of 2 x 40 pixels are too small for kernels", config.grids, 2, 40, error=ValueError)
 
 
 def test_tokens_of_an_image_of_224_pixels():
@@ -173,22 +171,13 @@ def test_performer_stages_take_no_method():
         refuses(r"its layers are .*t2t.0.*, 0, 1", hea.convert, tiny(), "kdeformer", layers=[name])
 
 
-@pytest.mark.parametrize(
-    ("tokens_type", "method"),
-    [
-        ("transformer", "sdpa"),
-        pytest.param("performer", "sdpa", marks=pytest.mark.exhaustive),
-        # One that projects the backbone's hidden states. Others: the method tests.
-        pytest.param("transformer", "flurka_performer", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_compiles_to_one_graph(tokens_type, method):
-    model = hea.convert(tiny(tokens_type=tokens_type, num_hidden_layers=1), method, **SMALL.get(method, {}))
-    options = {"values": images(2, 3, 40, 24), "interpolate_pos_encoding": True} if method == "sdpa" else {}
+@each_type
+def test_compiles_to_one_graph(tokens_type):
+    model = tiny(tokens_type=tokens_type, num_hidden_layers=1)
+    options = {"values": images(2, 3, 40, 24), "interpolate_pos_encoding": True}
     expected = logits(model, **options)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    close(logits(compiled, **options), expected, 1e-5 if method == "sdpa" else 1e-4)
+    close(logits(torch.compile(model, fullgraph=True, backend="eager"), **options), expected, 1e-5)
 
 
 def test_dropout_is_that_of_the_authors():
@@ -232,8 +221,7 @@ def test_images_of_other_sizes(tokens_type):
             logits(model, values)
         expected = logits(model, values, interpolate_pos_encoding=True)
         assert torch.isfinite(expected).all()
-    with pytest.raises(ValueError, match="images have 1 channels, and the model takes 3"):
-        logits(model, images(1, 1, 32, 32))
+    refuses("images have 1 channels, and the model takes 3", logits, model, images(1, 1, 32, 32), error=ValueError)
     model.set_image_size((40, 24))
     close(logits(model, values), expected, 1e-5)
 
@@ -259,8 +247,7 @@ def test_learned_parameters_get_the_new_size_of_images(tmp_path):
     assert again.config.image_shape == (40, 24) and torch.equal(logits(again, values), logits(model, values))
     first = next(iter(attention_modules(again)))[0]
     assert first.max_tokens == 240 == first.learned_parameters.key_projection.shape[1]
-    with pytest.raises(ValueError, match="convert it to 'sdpa', set the size"):
-        again.set_image_size(32)
+    refuses("convert it to 'sdpa', set the size", again.set_image_size, 32, error=ValueError)
     hea.convert(again, "sdpa").set_image_size(48)
     assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, images(1, 3, 48, 48))).all()
 
@@ -547,8 +534,7 @@ WRONG_STATES = [
 def test_wrong_state_dicts_are_refused(changes, message):
     state = changes if len(changes) > 2 else {k: v for k, v in {**STATE, **changes}.items() if v is not None}
     is_inferred = "inferred" in message or "its config" in message
-    with pytest.raises(ValueError, match=message):
-        t2t_vit.convert_state_dict(state, None if is_inferred else config_of(STATE))
+    refuses(message, t2t_vit.convert_state_dict, state, None if is_inferred else config_of(STATE), error=ValueError)
 
 
 class _Runs:
@@ -581,6 +567,5 @@ def test_files_without_weights_are_refused(name, tmp_path, capsys):
 )
 def test_model_name_is_checked_against_the_tensors(name, message, tmp_path):
     torch.save(STATE, tmp_path / "small.pth")
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(tmp_path / "small.pth", tmp_path / "out", name)
+    refuses(message, convert_checkpoint, tmp_path / "small.pth", tmp_path / "out", name, error=ValueError)
     assert not (tmp_path / "out").exists()

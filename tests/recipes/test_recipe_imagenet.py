@@ -368,16 +368,15 @@ def test_models_with_a_fixed_resolution(here):
 # --- T2T-ViT ---
 
 
-@pytest.mark.parametrize(
-    ("variant", "base", "switch"),
-    [("flurka_performer", "linformer", 7), pytest.param("flurka_linear", "linear", 13, marks=pytest.mark.exhaustive)],
-)
-def test_t2t_vit_is_uptrained_and_evaluated_again(variant, base, switch, here, tmp_path):
-    """With the paper's shares of 40 steps, 16.7 % and 33.3 %, in stages and backbone."""
-    out, preset = tmp_path / "out", ("--preset", "imagenet", "--variant", variant, "--set", "projection_dim=8")
+def test_t2t_vit_is_uptrained_and_evaluated_again(here, tmp_path):
+    """With the paper's share of 40 steps, 16.7 %, in stages and backbone."""
+    out, preset = (
+        tmp_path / "out",
+        ("--preset", "imagenet", "--variant", "flurka_performer", "--set", "projection_dim=8"),
+    )
     options = "--max_steps", 40, "--learning_rate", 3e-3, "--seed", 1, "--from_scratch", "--new_head"
     report = recipe(here, out, *preset, *options, model=f"--model {here / 't2t'}")
-    assert [(s["step"], s["from"], s["to"]) for s in report["switches"]] == [(switch, base, variant)]
+    assert [(s["step"], s["from"], s["to"]) for s in report["switches"]] == [(7, "linformer", "flurka_performer")]
     assert losses(out)[0] > 0.8 and report["metrics"]["eval_top1"] >= 0.9
     assert (report["resolution"], report["tokens"]) == (32, None)
     saved = AutoModelForImageClassification.from_pretrained(out)

@@ -335,8 +335,7 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
     assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-4-3").is_dir()
     # Without a complete checkpoint Trainer reports that.
     (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        trainer().train(resume_from_checkpoint=True)
+    refuses("No valid checkpoint found", trainer().train, resume_from_checkpoint=True, error=ValueError)
     assert (tmp_path / "incomplete-checkpoint-2-1").is_dir()
 
 
