@@ -1,7 +1,9 @@
-"""What the tests of commands share: calls of the command, and tiny checkpoints, texts and pictures to call it with."""
+"""What the tests of commands and recipes share: calls of them, and tiny checkpoints, texts and pictures."""
 
+import csv
 import json
 import pathlib
+import shlex
 import zipfile
 
 import pytest
@@ -38,6 +40,23 @@ def run_json(capsys, *arguments):
     out, err = shown(capsys, *arguments, "--json")
     assert err == ""
     return json.loads(out)
+
+
+def run(recipe, *arguments):
+    """The exit status of a recipe's module. A string may have several words, as in a shell."""
+    words = [word for one in arguments for word in (shlex.split(one) if isinstance(one, str) else [str(one)])]
+    return cli.run(recipe.app, words, recipe.__name__.rpartition(".")[2])
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder):
+    """The logged losses of a training."""
+    history = json.loads((pathlib.Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def refused(capsys, *arguments, status: int = 2) -> str:

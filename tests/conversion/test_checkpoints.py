@@ -364,9 +364,3 @@ def test_where_texts_differ():
     told = " ".join(describe(exact_lengths(hea.convert(model, "kdeformer")), num_positions(model)))
     assert told.startswith("kdeformer: ") and "the model takes 128 tokens, so its output does not change" in told
     assert exact_lengths(hea.convert(model, "sdpa")) == []
-
-
-def test_positions_are_counted_in_tokens():
-    models = {family: tiny_model(family) for family in ("bert", "roberta", "gpt2", "llama", "vit")}
-    assert [num_positions(model) for model in models.values()] == [128, 128, 128, 128, None]
-    output(models["roberta"], tiny_batch("roberta", length=128))

@@ -7,10 +7,10 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
+from commands import run
 from each import refuses
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from hf_efficient_attn.integration.masks import read_mask
-from recipe_commands import run
 from recipes.benchmarks import error_bound as recipe
 from test_encoder_decoder import tiny
 from tiny_models import output, tiny_batch, tiny_model

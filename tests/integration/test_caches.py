@@ -22,7 +22,7 @@ from hf_efficient_attn.methods import attention_with_state, naive_attention
 from hf_efficient_attn.ops import coreset as coreset_ops
 from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, empty_coreset
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
-from promises import LargestTensor
+from promises import Memory
 from recipes.benchmarks import cache as recipe
 from test_learned import shake
 from tiny_models import DECODERS, SMALL, decode, generate, output, tiny_batch, tiny_model
@@ -190,7 +190,7 @@ def test_neither_the_state_nor_the_cost_of_a_token_grows(family, name):
         assert "window" in name or layers[0].state[0].shape[-1] == head_dim + 8  # sums of values, and those of weights
         # Views of a prompt would keep all of it in memory.
         numel = sum(x.untyped_storage().nbytes() for layer in layers for x in layer.state)
-        with torch.no_grad(), LargestTensor() as largest:
+        with torch.no_grad(), Memory() as largest:
             model(torch.full((2, 1), 7), past_key_values=cache, use_cache=True)
         found.add((numel, largest.numel))
     assert len(found) == 1

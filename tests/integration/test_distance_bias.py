@@ -15,7 +15,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
-from promises import LargestTensor
+from promises import Memory
 from test_model_types import sizes
 from tiny_models import output as logits
 
@@ -156,7 +156,7 @@ def test_a_small_window_equals_t5_with_a_mask_of_the_window():
 
 
 @pytest.mark.parametrize("layers", [None, ["encoder"]], ids=str)
-def test_generation_saving_and_training(layers, tmp_path):
+def test_generation_and_saving(layers, tmp_path):
     model, inputs = t5(), inputs_of()
     source = {key: inputs[key] for key in ("input_ids", "attention_mask")}
     hea.convert(model, "longformer", layers=layers, window_size=6)
@@ -167,18 +167,6 @@ def test_generation_saving_and_training(layers, tmp_path):
     model.save_pretrained(tmp_path)
     again = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert torch.equal(logits(again, inputs), logits(model, inputs))
-    gradients = []
-    for checkpointing in (None, False, True):
-        trained = copy.deepcopy(model).train()
-        if checkpointing is not None:
-            trained.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        trained(**source, labels=inputs["input_ids"][:, :20].clone()).loss.backward()
-        gradients.append({name: p.grad for name, p in trained.named_parameters()})
-    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    assert gradients[0][name].abs().max() > 0
-    for other in gradients[1:]:
-        for key, value in gradients[0].items():
-            torch.testing.assert_close(other[key], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("part", [*FAR, "longformer", "exact"])
@@ -191,7 +179,7 @@ def test_memory_is_linear(part):
         hea.convert(model, BIASED[part], layers=["encoder"])
     for length in (2048, 4096):
         ids = torch.randint(2, 60, (1, length))
-        with LargestTensor() as largest, torch.no_grad():
+        with Memory() as largest, torch.no_grad():
             model(input_ids=ids, decoder_input_ids=ids[:, :8] if part == "exact" else ids[:, :1024])
         sizes.append(largest.numel)
     assert sizes[1] <= 2.1 * sizes[0] and sizes[1] < 4096 * 4096

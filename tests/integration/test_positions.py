@@ -96,17 +96,13 @@ def test_wrappers_and_composites():
     assert both.decoder.bert.embeddings.position_embeddings.num_embeddings == 200
 
 
-def t5():
-    return transformers.T5Model(transformers.T5Config(vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=1))
-
-
 @pytest.mark.parametrize(
     ("make", "length", "method", "words"),
     [
         (lambda: tiny_model("llama"), 300, "tile", "rotary"),
         (lambda: tiny_model("vit"), 300, "tile", "interpolate_pos_encoding"),
         (lambda: tiny_model("deit"), 300, "tile", "interpolate_pos_encoding"),
-        (t5, 300, "tile", "no learned table"),
+        (lambda: tiny("T5"), 300, "tile", "no learned table"),
         (lambda: tiny_model("roberta"), 127, "tile", "takes 128 tokens"),
         (lambda: tiny_model("roberta"), 0, "tile", "positive integer"),
         (lambda: tiny_model("roberta"), 200.0, "tile", "positive integer"),

@@ -13,7 +13,7 @@ from each import refuses
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
-from promises import LargestTensor
+from promises import Memory
 from test_model_types import sizes
 from tiny_models import SMALL, output
 
@@ -118,7 +118,7 @@ def test_what_is_refused():
 def test_the_window_costs_what_it_is_long(is_causal):
     """No (Nq, Nk) tensor is made."""
     query, key, value = inputs(1, 2, 5000, 4)
-    with LargestTensor() as largest:
+    with Memory() as largest:
         exact_layer(
             query,
             key,

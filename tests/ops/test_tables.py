@@ -9,9 +9,9 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
+from commands import read_csv, run
 from hf_efficient_attn.ops.attend import attend
 from instances import inputs, numbers
-from recipe_commands import read_csv, run
 from recipes.benchmarks import error as error_table
 from recipes.benchmarks import operations, sequence_parallel
 from recipes.common import counting

@@ -11,11 +11,11 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import hf_efficient_attn as hea
+from commands import run
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.methods import make_config
 from instances import inputs, relative_error
-from recipe_commands import run
 from recipes.benchmarks import attention, flurka, gpu, peers, step
 from recipes.common import memory
 

@@ -12,11 +12,10 @@ import torch
 from transformers import BertForSequenceClassification
 
 import hf_efficient_attn as hea
-from commands import command, made, text  # noqa: F401 (fixtures)
+from commands import command, made, run, text  # noqa: F401 (fixtures)
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import FinetuningOptions
 from hf_efficient_attn.training.steps import learned_parameters
-from recipe_commands import run
 from recipes import distill as recipe
 from recipes import long_document
 from recipes.benchmarks import distilled

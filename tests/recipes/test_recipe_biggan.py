@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
+from commands import read_csv, run
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
-from recipe_commands import read_csv, run
 from recipes import biggan, biggan_train
 from recipes.biggan_train import Discriminator, hinge_loss, make_classifier, sameness, train_classifier
 from recipes.common import gan

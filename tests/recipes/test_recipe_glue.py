@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 
-from recipe_commands import losses
+from commands import losses
 from recipes.common.data import glue
 from tiny_recipes import QUOTED, labels_of, refuses, same_weights, sentence, train, write_glue
 

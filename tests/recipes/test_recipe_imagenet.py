@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageClassification
 
+import commands
 import hf_efficient_attn as hea
-import recipe_commands
-from recipe_commands import losses
+from commands import losses
 from recipes import imagenet
 from recipes.benchmarks import tasks
 from recipes.common.data import image_tensors, images
@@ -424,13 +424,13 @@ def test_classify_compares_methods_on_other_pictures(here, colors, tmp_path, tab
     monkeypatch.setattr(
         tasks, "guesses", lambda one, *rest: used.append(one.config._attn_implementation) or guesses(one, *rest)
     )
-    assert recipe_commands.run(tasks, *words, "--layers t2t.0,1") == 0
+    assert commands.run(tasks, *words, "--layers t2t.0,1") == 0
     assert used == ["sdpa", "kdeformer", "kdeformer", "performer", "performer"]
     for options, message in (
         ("--split no", "has no split 'no'"),
         ("--layers t2t.2", "its layers are ['t2t.0', 't2t.1', 0, 1]"),
     ):
-        assert recipe_commands.run(tasks, *words, options) == 2
+        assert commands.run(tasks, *words, options) == 2
         assert message in capsys.readouterr().err
 
 

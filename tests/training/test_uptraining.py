@@ -575,15 +575,6 @@ def test_the_callback_distills(own, tmp_path):
     assert distilled(whole) == [(3, "flurka_linear", 10)]
 
 
-def test_a_distilled_stage_under_autocast(tmp_path):
-    stages = [("linformer", 2, {"projection_dim": 8}), ("linear", None, {**HEDGEHOG, "distill": 30})]
-    options = {"bf16": True, "gradient_accumulation_steps": 2, "gradient_checkpointing": True}
-    trainer = trainer_of(tmp_path, stages, steps=3, **options)
-    trainer.train()
-    (entry,) = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
-    assert entry["distillation_last_loss"] < entry["distillation_first_loss"]
-
-
 def test_a_training_set_that_can_only_be_iterated_needs_other_batches(tmp_path):
     class Stream(IterableDataset):
         def __iter__(self):
