@@ -101,7 +101,6 @@ def test_wrappers_and_composites():
     [
         (lambda: tiny_model("llama"), 300, "tile", "rotary"),
         (lambda: tiny_model("vit"), 300, "tile", "interpolate_pos_encoding"),
-        (lambda: tiny_model("deit"), 300, "tile", "interpolate_pos_encoding"),
         (lambda: tiny("T5"), 300, "tile", "no learned table"),
         (lambda: tiny_model("roberta"), 127, "tile", "takes 128 tokens"),
         (lambda: tiny_model("roberta"), 0, "tile", "positive integer"),

@@ -128,21 +128,6 @@ def test_configs_survive_saving_and_copying(tmp_path):
     refuses("images of 2 x 40 pixels are too small for kernels", config.grids, 2, 40, error=ValueError)
 
 
-def test_tokens_of_an_image_of_224_pixels():
-    """3136, 784, and 196 plus the class token; each attention module states its tokens, heads and head_dim."""
-    model = tiny(T2TViTModel, image_size=224, t2t_strides=[4, 2, 2], hidden_size=16, token_dim=4)
-    seen = {}
-    for module, location, *_ in attention_modules(model):
-        module.register_forward_hook(
-            lambda module, args, out, layer=location.layer: seen.update({layer: args[0].shape[1]})
-        )
-        assert module.attention_layer == location.layer and module.is_causal is False
-        assert (module.num_heads, module.head_dim) == ((1, 4) if location.layer in STAGES else (2, 8))
-    logits(model, images(1, 3, 224, 224))
-    assert seen == {"t2t.0": 3136, "t2t.1": 784, 0: 197, 1: 197}
-    assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_in_every_stage_and_block(method):
     model = tiny()
