@@ -5,12 +5,12 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
 from test_encoder_decoder import tiny
-from tiny_models import FAMILY_VALUES, generate, output, tiny_batch, tiny_model
+from test_transaction import composite
+from tiny_models import generate, output, tiny_batch, tiny_model
 
 LEARNED = ["bert", "roberta", "distilbert", "gpt2"]
 MODELS = [*LEARNED, "opt", "bart"]
@@ -85,10 +85,7 @@ def test_types_and_devices_stay():
 
 
 def test_wrappers_and_composites():
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_model("bert").config, transformers.BertConfig(**FAMILY_VALUES["bert"][1])
-    )
-    both = transformers.EncoderDecoderModel(config)
+    both = composite()
     hea.extend_positions(torch.nn.ModuleDict({"model": both}), 200)
     for part in (both.encoder, both.decoder):
         assert part.config.max_position_embeddings == 200

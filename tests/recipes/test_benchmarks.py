@@ -291,15 +291,12 @@ def random_inputs(causal=False, config=None):
     return peers.Inputs(*tensors, causal, {} if config is None else peers.learned_of(config, tensors[0]))
 
 
-TABLES = {"projection_dim": 12, "share": "none", "init": "gaussian"}
-
-
 @pytest.mark.parametrize(
     ("package", "method", "hyperparameters", "causal"),
     [
         ("nystrom-attention", "nystromformer", {"num_landmarks": 8}, False),
         ("transformers", "nystromformer", {"num_landmarks": 8}, False),
-        ("linformer", "linformer", TABLES, False),
+        ("linformer", "linformer", {"projection_dim": 12, "share": "none", "init": "gaussian"}, False),
         ("transformers", "longformer", {"window_size": 8}, False),
         ("local-attention", "longformer", {"window_size": 16}, False),
         ("local-attention", "longformer", {"window_size": 16}, True),
