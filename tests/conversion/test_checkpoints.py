@@ -22,7 +22,8 @@ from each import close, refuses
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
-from tiny_models import SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
+from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
+from tiny_models import SMALL, T2T_VIT, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 # A checkpoint keeps its method through any number of saves, and nothing if it is exact.
 
@@ -211,13 +212,7 @@ def test_parameters_of_another_method_are_reported_as_unused(tmp_path):
 
 
 def tiny_t2t_vit(folder):
-    from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
-
-    config = T2TViTConfig(
-        image_size=32, t2t_strides=[2, 2, 2], hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, token_dim=16,
-    )  # fmt: skip
-    T2TViTForImageClassification(config).save_pretrained(folder / "exact")
+    T2TViTForImageClassification(T2TViTConfig(**T2T_VIT)).save_pretrained(folder / "exact")
     chosen = {"num_samples": 8, "block_size": 8}
     return convert_checkpoint(folder / "exact", folder / "out", "kdeformer", hyperparameters=chosen, layers=["t2t.0"])
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 import warnings
 
 import pytest
@@ -13,7 +12,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn.integration import layers as naming
 from test_model_types import case
-from tiny_models import IMAGE, SIZES, SMALL, output, tiny_batch, tiny_model
+from tiny_models import IMAGE, SIZES, SMALL, enlarged, output, tiny_batch, tiny_model
 
 FAMILIES = {"bart": "Bart", "marian": "Marian", "m2m100": "M2M100", "whisper": "Whisper"}
 # Methods without a causal form, which only an encoder can use, and one with a state that decodes.
@@ -24,11 +23,7 @@ def tiny(family: str, **changes):
     """A tiny random model with large weights, so that attention is not uniform."""
     model_class, config, _ = case(FAMILIES.get(family, family), **{"max_position_embeddings": 128, **changes})
     torch.manual_seed(0)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if parameter.ndim > 1 and re.search(r"\d\.", path):
-                parameter.mul_(5.0)
+    model = enlarged(model_class(config), 5.0)
     model.generation_config.max_length = model.generation_config.forced_eos_token_id = None
     return model
 
@@ -227,12 +222,7 @@ MODELS = {"clip": clip, "llava": llava, "qwen2_vl": qwen2_vl}
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
-    model = MODELS[request.param]().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and ("layers." in name or "blocks." in name):
-                parameter.mul_(10.0)
-    return model
+    return enlarged(MODELS[request.param]())
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from recipes import accelerate_loop, clm, glue, imagenet, lra, mlm, translation
 from recipes.common import reporting
 from recipes.common.data import glue as glue_data
 from recipes.common.data import lra as lra_data
-from tiny_models import tiny_model
+from tiny_models import T2T_VIT, tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "it", "was", "not", "good", "bad"]
@@ -204,11 +204,7 @@ def make(folder: pathlib.Path) -> None:
     write_colors(folder / "colors.zip")
     tiny_model("vit", head=True, patch_size=8, num_labels=3).save_pretrained(folder / "vit")
     transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
-    # Stages of 256 and 64 tokens at 32 pixels, and 17 in the backbone.
-    T2TViTConfig(
-        image_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, token_dim=16,
-        t2t_strides=[2, 2, 2], num_labels=3, id2label=dict(enumerate(sorted(COLORS))),
-    ).save_pretrained(folder / "t2t")  # fmt: skip
+    T2TViTConfig(**T2T_VIT, id2label=dict(enumerate(sorted(COLORS)))).save_pretrained(folder / "t2t")
     write_corpus(folder / "corpus")
     for task in WRITERS:
         write_lra(task, folder / task)
