@@ -101,18 +101,6 @@ def test_layers_and_mixes_are_kept(tmp_path):
     assert written == {"method": "performer", "layers": layers, "version": 1}
 
 
-def test_a_checkpoint_loaded_with_another_method(tmp_path):
-    hea.convert(tiny_model("bert"), "longformer", window_size=3).save_pretrained(tmp_path)
-    load = transformers.AutoModel.from_pretrained
-    other = load(tmp_path, attn_implementation="kdeformer", efficient_attention={"num_samples": 8})
-    assert other.config.efficient_attention.items() >= {"method": "kdeformer", "num_samples": 8}.items()
-    other = load(tmp_path, attn_implementation="performer")
-    other.save_pretrained(tmp_path / "performer")
-    assert read(tmp_path / "performer")["efficient_attention"]["method"] == "performer"
-    again = load(tmp_path, efficient_attention={"window_size": 5})
-    assert again.config.efficient_attention["window_size"] == 5
-
-
 def test_a_checkpoint_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
     hea.convert(tiny_model("bert"), "longformer").save_pretrained(tmp_path)
     config = read(tmp_path)
@@ -197,18 +185,22 @@ def test_sentence_transformers(minilm, tmp_path):
     assert not torch.allclose(found[0], exact, atol=1e-5)
 
 
-def test_parameters_of_another_method_are_reported_as_unused(tmp_path):
+def test_a_checkpoint_loaded_with_another_method(tmp_path):
+    """The parameters that the first method learned are reported as unused."""
     converted.make(tmp_path, "bert", "linformer")
     load = transformers.BertForMaskedLM.from_pretrained
     same, report = load(tmp_path, output_loading_info=True)
     names = {name for name, _ in same.named_parameters() if ".learned_parameters." in name}
     assert names and not report["unexpected_keys"]
-    choice = {"method": "longformer", **SMALL["longformer"]}
-    options = {"attn_implementation": "longformer", "efficient_attention": choice}
-    other, report = load(tmp_path, output_loading_info=True, **options)
-    assert other.config._attn_implementation == "longformer"
+    choice = {"attn_implementation": "longformer", "efficient_attention": {"window_size": 3}}
+    other, report = load(tmp_path, output_loading_info=True, **choice)
+    assert other.config.efficient_attention.items() >= {"method": "longformer", "window_size": 3}.items()
     assert set(report["unexpected_keys"]) == names
     assert not [name for name, _ in other.named_parameters() if ".learned_parameters." in name]
+    load(tmp_path, attn_implementation="performer").save_pretrained(tmp_path / "performer")
+    assert read(tmp_path / "performer")["efficient_attention"]["method"] == "performer"
+    again = load(tmp_path / "performer", efficient_attention={"num_features": 8})
+    assert again.config.efficient_attention["num_features"] == 8
 
 
 def tiny_t2t_vit(folder):

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import _quick  # noqa: F401
+from commands import _quick, interrupt  # noqa: F401
 from each import refuses
 from hf_efficient_attn.evaluation import calibration, capture, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, partial_result
@@ -101,9 +101,6 @@ def test_the_model_is_unchanged(family, ending, monkeypatch):
     def facts():
         own = [(module.training, vars(module).get("forward")) for module in model.modules()]
         return own, model.config.to_dict(), model.config._attn_implementation, torch.get_rng_state().tolist()
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
 
     if ending is IndexError:
         data[1] = {"input_ids": torch.full((1, 70), 10**6)}

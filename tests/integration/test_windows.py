@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 import hf_efficient_attn as hea
@@ -14,6 +13,7 @@ from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
 from promises import Memory
+from test_distributed import mesh
 from test_model_types import sizes
 from tiny_models import SMALL, output
 
@@ -148,9 +148,5 @@ def test_errors_calibration_and_a_converted_checkpoint(name, tmp_path):
 
 
 def test_sequence_parallel_is_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"a sliding window in layers\.0\.self_attn"):
-            hea.sequence_parallel(converted(exact_model("Qwen2"), "linear"), dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    model = converted(exact_model("Qwen2"), "linear")
+    refuses(r"a sliding window in layers\.0\.self_attn", hea.sequence_parallel, model, mesh(1))

@@ -133,7 +133,7 @@ def test_wrong_configs(work, message):
     refuses(message, work)
 
 
-# The cost of the Reformer is a product: see test_reformer.py.
+# The cost of the Reformer is a product: see test_papers.py.
 @pytest.mark.parametrize("instance", [i for i in INSTANCES if i.method != "reformer"], ids=str)
 def test_the_cost_of_a_query_is_the_budget(instance):
     config = instance.config(seed=7)

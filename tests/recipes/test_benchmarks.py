@@ -22,10 +22,6 @@ from recipes.common import memory
 CASE = memory.Case(256, num_heads=1, head_dim=16, threads=1)
 
 
-def taking(seconds, reference=1.0):
-    return timing.Timing(seconds, reference, reference / seconds, reference / seconds, reference / seconds)
-
-
 @pytest.fixture
 def measured(monkeypatch):
     """Replaces the measurement by seconds of each method, and records the cases and configs."""
@@ -33,7 +29,8 @@ def measured(monkeypatch):
 
     def measure(configs, case, *_):
         calls.append((case, {label: config.to_dict() for label, config in configs.items()}))
-        return {label: taking(seconds.get(label, 0.01)) for label in ("sdpa", *configs)}
+        taken = {label: seconds.get(label, 0.01) for label in ("sdpa", *configs)}
+        return {label: timing.Timing(s, 1.0, 1.0 / s, 1.0 / s, 1.0 / s) for label, s in taken.items()}
 
     monkeypatch.setattr(attention, "measure", measure)
     return calls, seconds
