@@ -12,7 +12,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from test_model_types import sizes
-from tiny_models import DECODERS, output, tiny_batch, tiny_model
+from tiny_models import DECODERS, IMAGE, SIZES, output, tiny_batch, tiny_model
 
 auto = transformers.AutoModel
 NO_INTERFACE = "does not compute its attention through Transformers' attention interface"
@@ -47,6 +47,9 @@ MODELS = {
     "sam_hq_vision_model": (SAM, "SAM_HQ_VISION_ATTENTION_CLASSES"),
     "sam": ({"vision_config": {"image_size": 32, **SAM}}, "SAM_VISION_ATTENTION_CLASSES"),
     "gpt_neo": ({"attention_types": [[["global", "local"], 1]]}, "GPT_NEO_ATTENTION_CLASSES"),
+    "falcon": ({"head_dim": None}, "FALCON_ATTENTION_CLASSES"),
+    # Its tower of vision asks the interface.
+    "git": ({"vision_config": {**SIZES, **IMAGE}}, "GIT_SELF_ATTENTION_CLASSES"),
     "doge": ({}, "a mask of its own .*DogeAttention"),
     # The modules of this decoder say that they are not causal: only its masks know.
     "pegasus_x": ({}, f"does not support attn_implementation='sdpa'.*='eager'|{NO_INTERFACE}"),
