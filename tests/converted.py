@@ -4,9 +4,10 @@ import json
 import pathlib
 
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.hub import write_card
 from tiny_models import IMAGES, SMALL, tiny_model
 
@@ -61,15 +62,31 @@ def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **special)
 
 
+def tokenizer_for(family):
+    tokenizer = tiny_tokenizer()
+    if family == "bert":
+        special = [("[CLS]", 2), ("[SEP]", 3)]
+        frame = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = frame
+    return tokenizer
+
+
+def save(folder, model, family="bert"):
+    """Save a model and its tokenizer or image processor -> the folder."""
+    with quiet():  # some tests check what is printed
+        model.save_pretrained(folder)
+    if family in IMAGES:
+        transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+    else:
+        tokenizer_for(family).save_pretrained(folder)
+    return folder
+
+
 def make(folder: pathlib.Path, family: str = "bert", method: str = "kdeformer", *, head=True, layers=None, card=True):
     """Save a tiny converted model, its tokenizer or image processor, efficient_attention.json and card -> the model."""
     model = tiny_model(family, head=head)
     hea.convert(model, method, layers=layers, **SMALL[method])
-    model.save_pretrained(folder)
-    if family in IMAGES:
-        transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-    else:
-        tiny_tokenizer().save_pretrained(folder)
+    save(folder, model, family)
     (folder / "efficient_attention.json").write_text(json.dumps(origin()))
     if card:
         write_card(folder)

@@ -1,9 +1,13 @@
-"""What runs a test on every form, row or method of `instances.py`, comparisons of tensors, and a readable `attend`."""
+"""What runs a test on every form, row or method of `instances.py`, comparisons, refusals, and a readable `attend`."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
 from hf_efficient_attn.ops.attend import Partial, safe_row_max
 from instances import DEFAULTS, FIRST, INSTANCES, forms
 
@@ -29,6 +33,14 @@ def close(ours, other, tolerance: float = 1e-9) -> None:
 def differs(ours, other, least: float = 0.01) -> bool:
     """Whether the relative difference is larger than `least`, so that a comparison can fail."""
     return ((ours - other).double().norm() / other.double().norm()).item() > least
+
+
+def refuses(
+    message: str, call: Callable[..., Any], *given: Any, error: type = hea.UnsupportedAttentionError, **named: Any
+) -> None:
+    """Check that a call is refused with a message."""
+    with pytest.raises(error, match=message):
+        call(*given, **named)
 
 
 def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float) -> Partial:

@@ -298,7 +298,9 @@ VARIANTS = [
         dataclasses.replace(one, adapt=_biased, limit="none", reads_positions=True).row(**values)
         for one, values in (
             (_NEARFAR, {"block_size": 17, "num_samples": 12, "num_probes": 24}),
+            (_NEARFAR, {"block_size": 0, "num_samples": 12, "num_probes": 0}),
             (_KDEFORMER, {"block_size": 17, "num_samples": 12}),
+            (_KDEFORMER, {"block_size": 12, "num_samples": 12, "near_field": "lsh", "draw": "independent"}),
             (_HYPERATTENTION, {"block_size": 17, "num_samples": 12}),
             (_SCATTERBRAIN, {"block_size": 17, "num_features": 12}),
             (_LONGFORMER, {"window_size": 17}),

@@ -506,9 +506,6 @@ class Memory(TorchDispatchMode):
         return result
 
 
-LargestTensor = Memory  # where only `numel` counts
-
-
 @Promise(
     lambda d: {
         "is_causal": d.is_causal,

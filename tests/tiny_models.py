@@ -31,6 +31,11 @@ FAMILY_VALUES = {
     "gpt2": ("GPT2", {"vocab_size": 60, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}, "LMHeadModel"),
     "llama": ("Llama", {**SIZES, **TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}, "ForCausalLM"),
 }
+# T2T-ViT for images of 32 pixels: 256 and 64 tokens in the stages, 16 and the class token in the backbone.
+T2T_VIT = {
+    "image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+    "token_dim": 16, "t2t_strides": [2, 2, 2], "num_labels": 3,
+}  # fmt: skip
 FAMILIES = list(FAMILY_VALUES)
 ENCODERS = ["bert", "roberta", "distilbert"]
 IMAGES = ["vit", "deit"]
@@ -53,14 +58,18 @@ def tiny_class(family: str, head: bool = False):
 
 
 def tiny_model(family: str, method: str | None = None, *, head: bool = False, seed: int = 0, **changes):
-    """A tiny model in eval mode. The weights of its layers are larger than usual, so that attention is not uniform."""
+    """A tiny model in eval mode."""
     torch.manual_seed(seed)
-    model = tiny_class(family, head)(tiny_config(family, method, **changes)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and re.search(r"\d\.", name):
-                parameter.mul_(10.0)
-    return model
+    return enlarged(tiny_class(family, head)(tiny_config(family, method, **changes)))
+
+
+@torch.no_grad()
+def enlarged(model: torch.nn.Module, factor: float = 10.0) -> torch.nn.Module:
+    """The model in eval mode. The weights of its layers are larger than usual, so that attention is not uniform."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and re.search(r"\d\.", name):
+            parameter.mul_(factor)
+    return model.eval()
 
 
 def tiny_batch(family: str, batch: int = 2, length: int = 70, padding: str = "none", seed: int = 0) -> dict:

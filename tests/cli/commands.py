@@ -1,21 +1,20 @@
-"""What the tests of commands share: calls of the command, and tiny checkpoints, texts and pictures to call it with."""
+"""What the tests of commands and recipes share: calls of them, and tiny checkpoints, texts and pictures."""
 
+import csv
 import json
 import pathlib
+import shlex
 import zipfile
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from tokenizers import processors
 
-from converted import tiny_tokenizer
+from converted import save, tokenizer_for  # noqa: F401 (for the tests)
 from hf_efficient_attn import cli
-from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.evaluation import calibration, comparison, pictures, timing
 from hf_efficient_attn.training import distill_checkpoint
-from tiny_models import IMAGES, tiny_model
+from tiny_models import tiny_model
 
 WORDS = [f"w{i}" for i in range(5, 55)]
 # The words have no period, which could coincide with that of masked tokens or a window.
@@ -41,6 +40,23 @@ def run_json(capsys, *arguments):
     out, err = shown(capsys, *arguments, "--json")
     assert err == ""
     return json.loads(out)
+
+
+def run(recipe, *arguments):
+    """The exit status of a recipe's module. A string may have several words, as in a shell."""
+    words = [word for one in arguments for word in (shlex.split(one) if isinstance(one, str) else [str(one)])]
+    return cli.run(recipe.app, words, recipe.__name__.rpartition(".")[2])
+
+
+def read_csv(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def losses(folder):
+    """The logged losses of a training."""
+    history = json.loads((pathlib.Path(folder) / "trainer_state.json").read_text())["log_history"]
+    return [entry["loss"] for entry in history if "loss" in entry]
 
 
 def refused(capsys, *arguments, status: int = 2) -> str:
@@ -77,26 +93,6 @@ def same(first, second) -> bool:
         a.dtype == b.dtype and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
         for a, b in ((tensor, second[name]) for name, tensor in first.items())
     )
-
-
-def tokenizer_for(family):
-    tokenizer = tiny_tokenizer()
-    if family == "bert":
-        special = [("[CLS]", 2), ("[SEP]", 3)]
-        frame = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
-        tokenizer.backend_tokenizer.post_processor = frame
-    return tokenizer
-
-
-def save(folder, model, family="bert"):
-    """Save a model and its tokenizer or image processor -> the folder."""
-    with quiet():  # some tests check what is printed
-        model.save_pretrained(folder)
-    if family in IMAGES:
-        transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
-    else:
-        tokenizer_for(family).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

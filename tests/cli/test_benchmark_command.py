@@ -23,7 +23,7 @@ from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 from test_encoder_decoder import tiny
-from tiny_models import IMAGES, SMALL, tiny_model
+from tiny_models import IMAGES, SMALL, T2T_VIT, tiny_model
 
 QUICK = Procedure(rounds=1, memory=False)
 FAST = ("--rounds", 1, "--no-memory")
@@ -117,11 +117,7 @@ def test_measurements_for_every_task(family, task, agreement, more, made, text, 
 
 def test_length_of_a_picture_is_that_of_its_longest_attention(tmp_path, capsys):
     """The first stage of T2T-ViT has a token for every second pixel, though patches have eight pixels."""
-    config = T2TViTConfig(
-        image_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, token_dim=16,
-        t2t_strides=[2, 2, 2], num_labels=3,
-    )  # fmt: skip
-    T2TViTForImageClassification(config).save_pretrained(tmp_path / "t2t")
+    T2TViTForImageClassification(T2TViTConfig(**T2T_VIT)).save_pretrained(tmp_path / "t2t")
     result = run_json(capsys, "benchmark", tmp_path / "t2t", "--lengths", "256,600", "--methods", "linear", *FAST)
     assert [row["length"] for row in result["measurements"]] == [256, 256, 576, 576]
     assert has_note(result, "48 x 48 pixels for 576 tokens")

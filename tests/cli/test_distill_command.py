@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 
 import hf_efficient_attn as hea
 from commands import command, read, refused, run_json, same, save, shown, tensors
+from each import refuses
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.training import distill_checkpoint, distillation
@@ -127,17 +128,13 @@ def test_what_is_printed_and_the_card(base, tmp_path, capsys):
     assert "Distillation" not in (tmp_path / "other" / "README.md").read_text()
     for key in ("tokens", "layers", "plan", "error_before"):
         (tmp_path / "out" / "distillation.json").write_text(json.dumps(found | {key: "many"}))
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"no card can be made of .*distillation\.json"):
-            write_card(tmp_path / "out")
+        refuses(r"no card can be made of .*distillation\.json", write_card, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("target", "lora"), [("logits", True), pytest.param("hidden_states", False, marks=pytest.mark.exhaustive)]
-)
-def test_second_stage(target, lora, text, tmp_path, capsys):
-    """With adapters also in half precision. After two steps of the first stage something remains to be learned."""
-    source = save(tmp_path / "source", tiny_model("bert", head=True).to(torch.bfloat16 if lora else torch.float32))
-    options = [*HEDGEHOG, *SMALL, "--steps", 2, "--finetune-target", target, *(ADAPTERS if lora else SECOND)]
+def test_second_stage(text, tmp_path, capsys):
+    """With adapters in half precision. After two steps of the first stage something remains to be learned."""
+    source = save(tmp_path / "source", tiny_model("bert", head=True).bfloat16())
+    options = [*HEDGEHOG, *SMALL, "--steps", 2, "--finetune-target", "logits", *ADAPTERS]
     done = run_json(capsys, "distill", source, "--data", text, *options, "-o", tmp_path / "out")
     outputs = done["distillation"]["outputs"]
     assert outputs["after"] < outputs["before"]

@@ -87,7 +87,6 @@ def test_files_are_repeatable_and_imported_once(tmp_path, capsys):
         ("method.txt", "", "give an existing Python file"),
         ("my-method.py", "", "a name that Python can import, such as my_method.py"),
         ("random.py", "", "another module has the name 'random': rename the file"),
-        ("datasets.py", "", "another module has the name 'datasets': rename the file"),
         ("nothing_at_all.py", "x = 1", "it registers no method: it must call hea.register_method"),
         ("no_syntax.py", "def f(:", "it cannot be imported, because of SyntaxError: invalid syntax"),
         ("no_name.py", "\nx = y", "because of NameError in line 2: name 'y' is not defined"),
@@ -105,8 +104,6 @@ def test_files_are_repeatable_and_imported_once(tmp_path, capsys):
     ],
 )
 def test_files_that_are_refused(name, content, message, tmp_path, capsys):
-    if name == "datasets.py":
-        pytest.importorskip("datasets")
     if content is not None:
         (tmp_path / name).write_text(content)
     before, path = set(hea.available_methods()), list(sys.path)

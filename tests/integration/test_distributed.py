@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 import processes
+from each import refuses
 from processes import refused
 from recipes.benchmarks.sequence_parallel import Traffic
 from test_learned import shake
@@ -205,8 +206,7 @@ def mesh(dimensions):
 )
 def test_models_that_cannot_be_divided(kind, method, group, sentence):
     model = kind(tiny_config("vit" if kind is transformers.ViTModel else "bert"))
-    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        hea.sequence_parallel(hea.convert(model, method), group)
+    refuses(sentence, hea.sequence_parallel, hea.convert(model, method), group)
 
 
 def die_in_a_layer(when):
@@ -278,8 +278,7 @@ def test_context_parallelism_is_refused(tmp_path):
         assert "cp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
     big_modeling, model = pytest.importorskip("accelerate.big_modeling"), make("llama", "linear")
     big_modeling._attach_context_parallel_hooks(model)
-    with pytest.raises(hea.UnsupportedAttentionError, match="context parallelism"):
-        model(batch("none")[0])
+    refuses("context parallelism", model, batch("none")[0])
 
 
 def test_an_engine_that_gives_attention_some_heads_is_refused(monkeypatch):
@@ -290,5 +289,4 @@ def test_an_engine_that_gives_attention_some_heads_is_refused(monkeypatch):
         return attend(module, query[:, :2], key[:, :1], value[:, :1], *args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "kdeformer", wrapper)
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"2 of 4 heads, .* not known which .*Ulysses \(sp_size\)"):
-        make("llama", "kdeformer")(batch("none")[0])
+    refuses(r"2 of 4 heads, .* not known which .*Ulysses \(sp_size\)", make("llama", "kdeformer"), batch("none")[0])

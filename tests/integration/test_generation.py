@@ -14,7 +14,7 @@ import transformers
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, QuantizedLayer
 
 import hf_efficient_attn as hea
-from each import few_methods
+from each import few_methods, refuses
 from hf_efficient_attn.integration.cache import StateLayer
 from test_windows import converted, exact_model
 from tiny_models import DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
@@ -226,8 +226,7 @@ def quantized(model, kind):
 
 
 def static(model, kind):
-    with pytest.raises(hea.UnsupportedAttentionError, match="as in a static key-value cache"):
-        tokens_of(model, tiny_batch("gpt2"), kind, cache_implementation="static")
+    refuses("as in a static key-value cache", tokens_of, model, tiny_batch("gpt2"), kind, cache_implementation="static")
     tokens_of(model, tiny_batch("gpt2"), kind, cache_implementation="offloaded_static")
 
 
@@ -300,5 +299,4 @@ def test_ways(family, case):
         run(model, kind)
         return
     assert said == "refused"
-    with pytest.raises(hea.UnsupportedAttentionError, match=f"^{SENTENCES[way]}"):
-        run(model, kind)
+    refuses(f"^{SENTENCES[way]}", run, model, kind)

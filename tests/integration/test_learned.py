@@ -8,13 +8,13 @@ import transformers
 from torch import Tensor
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
 from instances import inputs, numbers
 from tiny_models import FAMILIES, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
-Refused = hea.UnsupportedAttentionError
 LEARNING = {
     "eva": {"window_size": 8, "num_landmarks": 8, "proposal": "learned"},
     "linformer": {"projection_dim": 16, "share": "none"},
@@ -111,18 +111,15 @@ def test_switching_again(method, tmp_path):
 def test_the_length_of_tables():
     """They are made for the positions of the model, which are extended before, or for `max_length`."""
     model = convert(tiny_model("bert"), "linformer", max_length=20)
-    with pytest.raises(Refused, match="max_length"):
-        output(model, tiny_batch("bert"))
+    refuses("max_length", output, model, tiny_batch("bert"))
     convert(model, "linformer")
-    with pytest.raises(Refused, match="convert it to 'sdpa'"):
-        hea.extend_positions(model, 300)
+    refuses("convert it to 'sdpa'", hea.extend_positions, model, 300)
     hea.extend_positions(hea.convert(model, "sdpa"), 300)
     tables = learned_in(convert(model, "linformer"))
     assert all(m.key_projection.shape[1] == 300 for m in tables.values())
     hea.extend_positions(convert(model, "nystromformer"), 310)
     model, batch = _spectrogram()
-    with pytest.raises(Refused, match="give max_length=N"):
-        hea.convert(model, "linformer", projection_dim=4)
+    refuses("give max_length=N", hea.convert, model, "linformer", projection_dim=4)
     assert output(hea.convert(model, "linformer", projection_dim=4, max_length=40), batch()).isfinite().all()
 
 
@@ -132,13 +129,11 @@ def test_a_config_that_was_changed_without_the_model(method):
     config, inputs, ask = tiny_config("bert"), tiny_batch("bert"), r"hf_efficient_attn\.convert"
     first, second = (tiny_class("bert")(config).eval() for _ in range(2))
     output(convert(first, method), inputs)
-    with pytest.raises(Refused, match=f"has no learned parameters.*{ask}"):
-        output(second, inputs)
+    refuses(f"has no learned parameters.*{ask}", output, second, inputs)
     output(hea.convert(second, "kdeformer"), inputs)
     model = convert(tiny_model("bert"), method)
     model.config.efficient_attention = {"method": method, **LEARNING[method], "seed": 5}
-    with pytest.raises(Refused, match=f"has learned parameters of .*{ask}"):
-        output(model, inputs)
+    refuses(f"has learned parameters of .*{ask}", output, model, inputs)
     output(hea.convert(model, {"method": method, **LEARNING[method], "seed": 5}), inputs)
 
 
@@ -146,8 +141,7 @@ def test_models_that_cannot_be_given_parameters():
     """While the parameters are elsewhere, or in the middle of a graph."""
     accelerate, inputs = pytest.importorskip("accelerate"), tiny_batch("bert")
     model = accelerate.cpu_offload(tiny_model("bert"), torch.device("cpu"))
-    with pytest.raises(Refused, match=r"is offloaded.*convert the model first"):
-        convert(model, "linformer")
+    refuses(r"is offloaded.*convert the model first", convert, model, "linformer")
     output(hea.convert(model, "kdeformer"), inputs)
     model = tiny_model("bert", num_hidden_layers=1)
     model.config._attn_implementation = "linformer"
@@ -341,7 +335,7 @@ def test_parameters_that_are_refused():
         (config(), {**learned, "far_log_weight": torch.zeros(2, 1)}, weight),
         (config("elu"), {"far_log_weight": torch.zeros(2)}, r"far_log_weight .*'elu'.*: give no far_log_weight"),
     ):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(hea.UnsupportedAttentionError, match=words):
             hea.attention(method, *tensors, parameters={name: x for name, x in given.items() if x is not None})
 
 

@@ -5,13 +5,13 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 import hf_efficient_attn as hea
+from each import refuses
 from test_encoder_decoder import tiny
-from tiny_models import FAMILY_VALUES, generate, output, tiny_batch, tiny_model
+from test_transaction import composite
+from tiny_models import generate, output, tiny_batch, tiny_model
 
-Refused = hea.UnsupportedAttentionError
 LEARNED = ["bert", "roberta", "distilbert", "gpt2"]
 MODELS = [*LEARNED, "opt", "bart"]
 # Entries of a table before position 0.
@@ -85,10 +85,7 @@ def test_types_and_devices_stay():
 
 
 def test_wrappers_and_composites():
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_model("bert").config, transformers.BertConfig(**FAMILY_VALUES["bert"][1])
-    )
-    both = transformers.EncoderDecoderModel(config)
+    both = composite()
     hea.extend_positions(torch.nn.ModuleDict({"model": both}), 200)
     for part in (both.encoder, both.decoder):
         assert part.config.max_position_embeddings == 200
@@ -96,17 +93,12 @@ def test_wrappers_and_composites():
     assert both.decoder.bert.embeddings.position_embeddings.num_embeddings == 200
 
 
-def t5():
-    return transformers.T5Model(transformers.T5Config(vocab_size=60, d_model=32, d_kv=16, d_ff=48, num_layers=1))
-
-
 @pytest.mark.parametrize(
     ("make", "length", "method", "words"),
     [
         (lambda: tiny_model("llama"), 300, "tile", "rotary"),
         (lambda: tiny_model("vit"), 300, "tile", "interpolate_pos_encoding"),
-        (lambda: tiny_model("deit"), 300, "tile", "interpolate_pos_encoding"),
-        (t5, 300, "tile", "no learned table"),
+        (lambda: tiny("T5"), 300, "tile", "no learned table"),
         (lambda: tiny_model("roberta"), 127, "tile", "takes 128 tokens"),
         (lambda: tiny_model("roberta"), 0, "tile", "positive integer"),
         (lambda: tiny_model("roberta"), 200.0, "tile", "positive integer"),
@@ -118,7 +110,7 @@ def t5():
 def test_what_is_refused_changes_nothing(make, length, method, words):
     model = make()
     before, config = copy.deepcopy(model.state_dict()), copy.deepcopy(model.config)
-    with contextlib.nullcontext() if words is None else pytest.raises(Refused, match=words):
+    with contextlib.nullcontext() if words is None else pytest.raises(hea.UnsupportedAttentionError, match=words):
         hea.extend_positions(model, length, method=method)
     assert config == model.config
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -136,15 +128,13 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
     model.save_pretrained(tmp_path)
     copied, pickled = copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)
     for same in (model, copied, pickled, type(model).from_pretrained(tmp_path)):
-        with pytest.raises(Refused, match=MESSAGE.format(150)):
-            output(same, long)
+        refuses(MESSAGE.format(150), output, same, long)
     embeds = model.get_input_embeddings()(long["input_ids"])
-    with pytest.raises(Refused, match=MESSAGE.format(150)):
+    with pytest.raises(hea.UnsupportedAttentionError, match=MESSAGE.format(150)):
         output(model, {"inputs_embeds": embeds, **({"decoder_inputs_embeds": embeds} if family == "bart" else {})})
     # What the message says helps, in each copy of the model.
     output(hea.extend_positions(model, 150), long)
-    with pytest.raises(Refused, match=MESSAGE.format(150)):
-        output(copied, long)
+    refuses(MESSAGE.format(150), output, copied, long)
     # Exact again, the model is Transformers' own.
     with pytest.raises((IndexError, RuntimeError)):
         output(hea.convert(copied, "sdpa"), long)
@@ -153,8 +143,7 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
 def test_generation_is_refused_where_it_exceeds_the_table():
     model, ids = hea.convert(model_of("gpt2"), "linear"), tiny_batch("bert", length=120)["input_ids"]
     for use_cache in (True, False):
-        with pytest.raises(Refused, match=MESSAGE.format(129)):
-            generate(model, {"input_ids": ids}, 12, use_cache=use_cache)
+        refuses(MESSAGE.format(129), generate, model, {"input_ids": ids}, 12, use_cache=use_cache)
     assert generate(model, {"input_ids": ids[:, :117]}, 12).shape == (2, 12)
     # Padding on the left takes no positions.
     mask = torch.ones_like(ids)
@@ -167,19 +156,16 @@ def test_positions_are_counted_without_padding_where_the_model_does():
     ids[:, 128:] = model.config.pad_token_id
     assert torch.isfinite(output(model, {"input_ids": ids})).all()
     ids[1, 128:131] = 7
-    with pytest.raises(Refused, match=MESSAGE.format(131)):
-        output(model, {"input_ids": ids})
+    refuses(MESSAGE.format(131), output, model, {"input_ids": ids})
     bert, inputs = hea.convert(tiny_model("bert"), "longformer"), tiny_batch("bert", length=150)
     positions = torch.arange(150)[None].clamp(max=127)
     inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     assert torch.isfinite(output(bert, {**inputs, "position_ids": positions})).all()
-    with pytest.raises(Refused, match=MESSAGE.format(129)):
-        output(bert, {**inputs, "position_ids": positions + 1})
+    refuses(MESSAGE.format(129), output, bert, {**inputs, "position_ids": positions + 1})
 
 
 def test_a_table_can_be_replaced():
     model = hea.convert(tiny_model("gpt2", n_layer=1), "linear")
     model.wpe = torch.nn.Embedding(200, 32)
     assert output(model, tiny_batch("gpt2", length=190)).shape == (2, 190, 32)
-    with pytest.raises(Refused, match="201 tokens and GPT2Model has 200 positions"):
-        output(model, tiny_batch("gpt2", length=201))
+    refuses("201 tokens and GPT2Model has 200 positions", output, model, tiny_batch("gpt2", length=201))

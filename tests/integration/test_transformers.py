@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import re
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
-from each import few_methods
+from each import few_methods, refuses
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.masks import read_mask
@@ -35,7 +36,6 @@ from tiny_models import (
 )
 
 METHODS = hea.available_methods()
-Refused = hea.UnsupportedAttentionError
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -157,13 +157,11 @@ def test_a_mix_of_methods(calls):
     decoder, vit = hea.convert(tiny_model("gpt2"), "linear"), tiny_model("vit")
     mix["layers"][0] = {"layers": [0], "method": "reformer"}
     decoder.config.efficient_attention = {"method": "linear", **mix}
-    with pytest.raises(Refused, match=r"hf_efficient_attn\.convert\(model"):
-        output(decoder, tiny_batch("gpt2"))
+    refuses(r"hf_efficient_attn\.convert\(model", output, decoder, tiny_batch("gpt2"))
     model, vit.config._attn_implementation = tiny_model("bert"), "performer"
     model.config._attn_implementation = "performer"
     assert methods_called() == [hea.PerformerConfig()] * 2 and calls[0]["seed"] != calls[1]["seed"]
-    with pytest.raises(Refused, match="set_attn_implementation"):
-        output(vit, tiny_batch("vit"))
+    refuses("set_attn_implementation", output, vit, tiny_batch("vit"))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -289,9 +287,14 @@ def test_unknown_names_and_values_are_refused_at_once():
         ({"layers": [{"method": "linear"}]}, "every entry is"),
         ({"layers": [{"layers": [{"layers": [0]}], "method": "linear"}]}, "indices, not entries"),
         ({"num_samples": 8}, "names no method"),
+        *(
+            ({"method": "longformer", "calibrated_length": length}, "calibrated_length=.* must be an integer of 1")
+            for length in (0, -1, 2.5, "70", True)
+        ),
+        ({"layers": [{"layers": [0], "method": "longformer", "calibrated_length": 70}]}, "in a mix every entry is"),
         ("kdeformer", "must be a dictionary"),
     ):
-        with pytest.raises(Refused, match=words):
+        with pytest.raises(hea.UnsupportedAttentionError, match=words):
             config.efficient_attention = value
         assert config.efficient_attention is None and config._attn_implementation is None
     for call, words in (
@@ -301,28 +304,81 @@ def test_unknown_names_and_values_are_refused_at_once():
         (lambda: tiny_model("bert", efficient_attention={"method": "linear", "layers": [1, 9]}), r"layers \[9\]"),
         (lambda: hea.convert(model, "sdpa", layers=[0]), "takes no layers"),
         (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already says"),
-        (lambda: hea.convert(torch.nn.Linear(2, 2), "linear"), "holds no Transformers model"),
-        (lambda: hea.convert("bert-base-uncased", "linear"), "is a name and no model: load it first"),
     ):
-        with pytest.raises(Refused, match=words):
-            call()
+        refuses(words, call)
         assert model.config._attn_implementation == "sdpa" and model.config.efficient_attention is None
     config.efficient_attention = {"method": "kdeformer"}
-    with pytest.raises(Refused, match="read-only"):
+    with pytest.raises(hea.UnsupportedAttentionError, match="read-only"):
         config.efficient_attention["num_samples"] = 8
 
 
-def test_masks_other_than_padding_are_refused():
-    for family in ("bert", "gpt2", "llama"):
-        model, ids = tiny_model(family, "longformer"), tiny_batch(family)["input_ids"]
-        with pytest.raises(Refused, match="4-D"):
-            output(model, {"input_ids": ids, "attention_mask": torch.ones(2, 1, 70, 70)})
-    packed = torch.cat((torch.arange(30), torch.arange(40))).expand(2, -1)
-    for family in DECODERS:
-        model = tiny_model(family, "longformer")
-        with pytest.raises(Refused, match="packed sequences"):
-            output(model, {"input_ids": ids, "position_ids": packed}, use_cache=False)
-        output(model, {"input_ids": ids, "position_ids": torch.arange(70)[None]}, use_cache=False)
+# Several texts in one row are refused wherever the arguments of a call show them, and positions of padding are not.
+
+TEXTS = [{"input_ids": list(range(5, 5 + length))} for length in (30, 1, 25)]
+TEXT_MODELS = ["llama", "gpt2", "bert", "distilbert"]
+
+
+def collated(**options) -> dict:
+    batch = transformers.DataCollatorWithFlattening(**options)(TEXTS, return_tensors="pt")
+    batch.pop("labels")
+    return batch
+
+
+def caches(family: str) -> list[dict]:
+    return [{}] if family in ("bert", "distilbert") else [{"use_cache": True}, {"use_cache": False}, {}]
+
+
+@pytest.mark.parametrize("layers", [None, [1]], ids=str)
+@pytest.mark.parametrize("family", TEXT_MODELS)
+def test_the_rows_of_the_collator(family, layers):
+    model = hea.convert(tiny_model(family, head=True), "linear", layers=layers)
+    first = collated()
+    ids = first["input_ids"]
+    batches = [first, {**first, "attention_mask": torch.ones_like(ids)}, {**first, "input_ids": ids.expand(2, -1)}]
+    kinds = ({"return_flash_attn_kwargs": True}, {"return_seq_idx": True})
+    batches += [collated(return_position_ids=False, **options) for options in kinds]
+    calls = [partial(model, **batch, **cache) for batch in batches for cache in caches(family)]
+    calls.append(partial(model.base_model, **first))
+    names = list(inspect.signature(model.forward).parameters)
+    if "position_ids" in names:
+        calls.append(partial(model, *(first.get(name) for name in names[: names.index("position_ids") + 1])))
+    for call in calls:
+        refuses("packed sequences", call)
+    hea.convert(model, "sdpa")(**first)
+
+
+@pytest.mark.parametrize("family", TEXT_MODELS)
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_positions_of_one_text(family, padding):
+    if family == "distilbert":
+        pytest.skip("the model takes no position_ids")
+    model, batch = tiny_model(family, "linear", head=True), tiny_batch(family, padding=padding)
+    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    counted = mask.cumsum(1) - 1
+    for positions in (counted.masked_fill(mask == 0, 0), counted.masked_fill(mask == 0, 1), torch.arange(5, 75)[None]):
+        for cache in caches(family):
+            model(**batch, position_ids=positions, **cache)
+    if family in ("llama", "gpt2") and padding != "right":
+        model.generate(**batch, max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_packed_sequences_in_a_compiled_model(use_cache):
+    """The values are not known while the graph is traced, so the check is part of the graph."""
+    torch.compiler.reset()
+    model, ids = tiny_model("llama", "linear"), tiny_batch("llama")["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    plain, packed = torch.arange(70)[None], torch.cat((torch.arange(30), torch.arange(40)))[None]
+    with torch.no_grad():
+        compiled(ids, position_ids=plain, use_cache=use_cache)
+        with pytest.raises(RuntimeError, match="packed sequences"):
+            compiled(ids, position_ids=packed, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("family", ["bert", *DECODERS])
+def test_masks_of_pairs_are_refused(family):
+    batch = {**tiny_batch(family), "attention_mask": torch.ones(2, 1, 70, 70)}
+    refuses("4-D", output, tiny_model(family, "longformer"), batch)
 
 
 def said(mask):
@@ -360,14 +416,11 @@ def test_every_kind_of_mask_that_transformers_makes():
         assert torch.equal(keys, padding.bool()) and is_causal is not kind.startswith("full") and not is_local, kind
         assert call(mask=torch.ones_like(padding)) is None and call(mask=None) is None, kind
         for more in ("or_mask_function", "and_mask_function"):
-            with pytest.raises(Refused, match="not plain"):
-                call(**{more: lambda batch, head, query, key: key < 5})
-        with pytest.raises(Refused, match=r"must be \(batch, keys\)"):
-            call(mask=torch.ones(2, 70, 70))
+            refuses("not plain", call, **{more: lambda batch, head, query, key: key < 5})
+        refuses(r"must be \(batch, keys\)", call, mask=torch.ones(2, 70, 70))
         config.sliding_window = config.attention_chunk_size = 69
         if kind == "chunk":
-            with pytest.raises(Refused, match="not plain"):
-                call()
+            refuses("not plain", call)
         elif "window" in kind:
             for mask in (padding, None):
                 keys, is_causal, is_local = said(call(mask=mask))
@@ -375,11 +428,6 @@ def test_every_kind_of_mask_that_transformers_makes():
                 assert torch.equal(keys, torch.ones_like(keys) if mask is None else padding.bool())
     # A mask of other code says nothing about causality.
     assert read_mask("a method", padding.bool()).is_causal is None
-    packed = torch.cat((torch.arange(30), torch.arange(40)))[None]
-    with pytest.raises(Refused, match="packed"):
-        make["causal"](
-            config=config, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=packed
-        )
 
 
 @each_family
@@ -389,8 +437,7 @@ def test_output_attentions_is_refused(family):
     assert len(eager(**inputs).attentions) == 2
     hea.convert(eager, "linear")
     for one, options in ((model, {"output_attentions": True}), (head, {"output_attentions": True}), (eager, {})):
-        with pytest.raises(Refused, match="output_attentions"):
-            one(**inputs, **options)
+        refuses("output_attentions", one, **inputs, **options)
     with pytest.raises(ValueError, match="output_attentions"):
         model.config.output_attentions = True
     assert len(hea.convert(eager, "eager")(**inputs, output_attentions=True).attentions) == 2
@@ -415,8 +462,7 @@ def test_arguments_of_a_loss_pass(family):
     # The body has no loss: whatever it does not know reaches its attention.
     body = tiny_model(family, "linear")
     output(body, inputs, labels=labels, shift_labels=labels, class_weights=torch.ones(60), rewards=[torch.ones(2)])
-    with pytest.raises(Refused, match="'my_attention_bias' of the attention would be lost"):
-        output(body, inputs, my_attention_bias=torch.ones(2))
+    refuses("'my_attention_bias' of the attention would be lost", output, body, inputs, my_attention_bias=torch.ones(2))
 
 
 @pytest.mark.exhaustive
@@ -451,8 +497,7 @@ def test_arguments_that_change_the_meaning_are_refused():
         ("cu_seq_lens_q", torch.zeros(2)), ("new_attention_bias", torch.zeros(1)), ("block_table", (torch.zeros(1),)),
         ("sliding_window", 4), ("output_attentions", True),
     ):  # fmt: skip
-        with pytest.raises(Refused, match=name if name != "sliding_window" else "window of 4"):
-            forward(layer, q, q, q, None, **{name: value})
+        refuses(name if name != "sliding_window" else "window of 4", forward, layer, q, q, q, None, **{name: value})
     harmless = {"position_ids": torch.arange(9), "use_cache": True, "sliding_window": 9, "softcap": None,
                 "position_embeddings": (q, q)}  # fmt: skip
     out, weights = forward(layer, q, q, q, None, **harmless)

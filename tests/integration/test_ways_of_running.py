@@ -19,7 +19,7 @@ from each import FEW, few_methods
 from hf_efficient_attn.methods import methods_with
 from instances import INSTANCES, inputs, padding_mask
 from test_learned import LEARNING, learned_in, shake
-from test_model_types import REFUSALS, SAMPLE, case
+from test_model_types import REFUSALS, SAMPLE, WORKS_AFTER_ALL, case
 from test_windows import converted, exact_model
 from tiny_models import DECODERS, METHODS, RANDOM, SMALL, generate, output, tiny_batch, tiny_class, tiny_model
 
@@ -200,19 +200,6 @@ def test_compiling_to_one_graph(name, method, backend):
     assert_same(gradients(model, inputs, compiled), gradients(model, inputs))
 
 
-def test_packed_sequences_are_refused_in_a_compiled_model():
-    """Position values are not known while the graph is traced, so the check is part of the graph."""
-    torch.compiler.reset()
-    model, ids = tiny_model("llama", "linear", num_hidden_layers=1), tiny_batch("llama")["input_ids"]
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    plain = torch.arange(70).expand(2, -1)
-    packed = torch.cat((torch.arange(30), torch.arange(40))).expand(2, -1)
-    with torch.no_grad():
-        compiled(ids, position_ids=plain, use_cache=False)
-        with pytest.raises(RuntimeError, match="packed sequences"):
-            compiled(ids, position_ids=packed, use_cache=False)
-
-
 # Other precisions, and weights elsewhere
 
 
@@ -354,13 +341,14 @@ def test_lora_on_queries_and_values(family, when, tmp_path):
 # AIMv2 makes a causal mask for modules that call themselves bidirectional.
 TYPES = ("Aimv2Text", "Bert", "Llama", "GPT2", "Bart", "ViT")
 CHECKPOINTED = [(name, method) for name in SAMPLE if name not in REFUSALS for method in ("kdeformer", "linear")]
+CHECKPOINTED += WORKS_AFTER_ALL
 CHECKPOINTED += [("Bert", x) for x in METHODS if x not in ("kdeformer", "linear")]
 CHECKPOINTED += [("Aimv2Text", x) for x in CAUSAL if x not in ("kdeformer", "linear")]
 
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    pairs(*CHECKPOINTED, core=lambda x, y: (x in TYPES and y == "kdeformer") or (x == "Bert" and y in FEW)),
+    pairs(*CHECKPOINTED, core=lambda x, y: (x in TYPES and y == "kdeformer") or (x in ("Bert", "T5") and y in FEW)),
 )
 def test_gradient_checkpointing(name, method):
     """Reentrant and not, the gradients are those without it."""

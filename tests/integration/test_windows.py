@@ -5,14 +5,15 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
-from promises import LargestTensor
+from promises import Memory
+from test_distributed import mesh
 from test_model_types import sizes
 from tiny_models import SMALL, output
 
@@ -103,23 +104,21 @@ def test_what_is_refused():
     """test_refused_models.py has models with a window in all layers."""
     model = exact_model("Qwen2")
     for layers in ([0], [0, 1], ["layers.2"]):
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"window of its own in layers\.[02].*layers\.1"):
-            hea.convert(model, "nearfar", layers=layers)
+        refuses(r"window of its own in layers\.[02].*layers\.1", hea.convert, model, "nearfar", layers=layers)
         assert model.config._attn_implementation == "sdpa"
     # A window of all positions is none, until the input is longer.
     for window in (None, 64):
         values = sizes(transformers.MistralConfig, sliding_window=window, max_position_embeddings=64)
         model = hea.convert(transformers.MistralModel(transformers.MistralConfig(**values)), "linear")
         output(model, batch(64, "none"))
-    with pytest.raises(hea.UnsupportedAttentionError, match="window of 64 keys and the sequence has 70"):
-        output(model, batch(70, "none"))
+    refuses("window of 64 keys and the sequence has 70", output, model, batch(70, "none"))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_window_costs_what_it_is_long(is_causal):
     """No (Nq, Nk) tensor is made."""
     query, key, value = inputs(1, 2, 5000, 4)
-    with LargestTensor() as largest:
+    with Memory() as largest:
         exact_layer(
             query,
             key,
@@ -149,9 +148,5 @@ def test_errors_calibration_and_a_converted_checkpoint(name, tmp_path):
 
 
 def test_sequence_parallel_is_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"a sliding window in layers\.0\.self_attn"):
-            hea.sequence_parallel(converted(exact_model("Qwen2"), "linear"), dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
+    model = converted(exact_model("Qwen2"), "linear")
+    refuses(r"a sliding window in layers\.0\.self_attn", hea.sequence_parallel, model, mesh(1))

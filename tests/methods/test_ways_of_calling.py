@@ -147,14 +147,6 @@ def test_numbers_of_heads_reach_operators_of_a_graph(method):
     assert equal(*(call(FIRST[method], False, form, heads=slice(2, 4)) for form in forms))
 
 
-@pytest.mark.exhaustive
-def test_inductor():
-    for ours, eager in zip(
-        *(call(FIRST["kdeformer"], False, f) for f in (compiled("inductor"), hea.attention)), strict=True
-    ):
-        torch.testing.assert_close(ours, eager)
-
-
 def test_under_autocast_the_products_of_the_method_are_in_its_own_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, eager = (call(FIRST["kdeformer"], False, form) for form in (compiled(Graphs()), hea.attention))

@@ -5,9 +5,7 @@ dense attention matrices, from the paper (Yuan et al. 2021) and the semantics of
 """
 
 import argparse
-import copy
 import functools
-import json
 import pickle
 
 import pytest
@@ -19,13 +17,14 @@ from torch.nn.functional import cross_entropy, gelu, interpolate, layer_norm, pa
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
-from each import close
+import test_biggan as biggan
+from each import close, refuses
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.models import t2t_vit
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification, T2TViTModel, convert_checkpoint
 from hf_efficient_attn.models.t2t_vit.conversion_t2t_vit import config_of, read_checkpoint
 from hf_efficient_attn.models.t2t_vit.parts import T2TViTTokenPerformer
-from tiny_models import METHODS, RANDOM, SMALL, output
+from tiny_models import METHODS, RANDOM, SMALL, T2T_VIT, output
 
 # `sum(p.numel() for p in model.parameters())` of the authors' models/t2t_vit.py, by name.
 COUNTS = {
@@ -40,11 +39,6 @@ COUNTS = {
     "t2t_vit_t_24": 64_101_454,
     "t2t_vit_flurka": 4_305_742,  # 4.3 M in Gupta et al. 2023, Table 6
 }
-# Images of 32 pixels: 256 and 64 tokens in the stages, 16 and the class token in the backbone.
-TINY = {
-    "image_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
-    "token_dim": 16, "t2t_strides": [2, 2, 2], "num_labels": 3,
-}  # fmt: skip
 STAGES, BLOCKS = ["t2t.0", "t2t.1"], [0, 1]
 each_type = pytest.mark.parametrize("tokens_type", ["transformer", "performer"])
 each_performer = pytest.mark.parametrize("performer", [False, True], ids=["transformer", "performer"])
@@ -53,7 +47,7 @@ each_performer = pytest.mark.parametrize("performer", [False, True], ids=["trans
 def tiny(cls=T2TViTForImageClassification, seed=0, **changes):
     """Return a tiny model in eval mode, with large projections so that attention is far from uniform."""
     torch.manual_seed(seed)
-    model = cls(T2TViTConfig(**{**TINY, **changes})).eval()
+    model = cls(T2TViTConfig(**{**T2T_VIT, **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2 and parameter.requires_grad:
@@ -114,35 +108,15 @@ WRONG_SIZES = {
 
 @pytest.mark.parametrize("message", WRONG_SIZES)
 def test_sizes_that_do_not_fit_together_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        T2TViTConfig(**{**TINY, **WRONG_SIZES[message]})
+    refuses(message, T2TViTConfig, **{**T2T_VIT, **WRONG_SIZES[message]}, error=ValueError)
 
 
-def test_configs_survive_saving_and_copying(tmp_path):
+def test_grids_of_tokens():
     config = T2TViTConfig.from_name("t2t_vit_10", image_size=[224, 448], qk_scale=0.0625, t2t_strides=(4, 2, 2))
     assert (config.patch_size, config.t2t_paddings) == (16, [2, 1, 1])
     assert config.grids() == [(56, 112), (28, 56), (14, 28)]
-    config.save_pretrained(tmp_path)
-    for again in (transformers.AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config)):
-        assert type(again) is T2TViTConfig and again.to_json_string() == config.to_json_string()
-    assert T2TViTConfig(**TINY).grids() == [(16, 16), (8, 8), (4, 4)]
-    with pytest.raises(ValueError, match="images of 2 x 40 pixels are too small for kernels"):
-        config.grids(2, 40)
-
-
-def test_tokens_of_an_image_of_224_pixels():
-    """3136, 784, and 196 plus the class token; each attention module states its tokens, heads and head_dim."""
-    model = tiny(T2TViTModel, image_size=224, t2t_strides=[4, 2, 2], hidden_size=16, token_dim=4)
-    seen = {}
-    for module, location, *_ in attention_modules(model):
-        module.register_forward_hook(
-            lambda module, args, out, layer=location.layer: seen.update({layer: args[0].shape[1]})
-        )
-        assert module.attention_layer == location.layer and module.is_causal is False
-        assert (module.num_heads, module.head_dim) == ((1, 4) if location.layer in STAGES else (2, 8))
-    logits(model, images(1, 3, 224, 224))
-    assert seen == {"t2t.0": 3136, "t2t.1": 784, 0: 197, 1: 197}
-    assert seen == {location.layer: module.max_tokens for module, location, *_ in attention_modules(model)}
+    assert T2TViTConfig(**T2T_VIT).grids() == [(16, 16), (8, 8), (4, 4)]
+    refuses("images of 2 x 40 pixels are too small for kernels", config.grids, 2, 40, error=ValueError)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -160,56 +134,27 @@ def test_every_method_in_every_stage_and_block(method):
         close(logits(hea.convert(model, method, layers=[*STAGES, *BLOCKS], **SMALL[method])), found, 1e-5)
 
 
-@pytest.mark.parametrize("method", ["nearfar", "linformer"])
-def test_saving_and_loading_a_mix(method, tmp_path):
-    mix = [
-        {"layers": ["t2t.0", 1], "method": method, **SMALL[method]},
-        {"layers": ["t2t.1"], "method": "linear", **SMALL["linear"]},
-    ]
-    model = hea.convert(tiny(), hea.EfficientAttentionConfig(method, layers=mix))
-    expected = logits(model)
-    for turn in range(2):
-        model.save_pretrained(tmp_path / str(turn))
-        saved = json.loads((tmp_path / str(turn) / "config.json").read_text())
-        assert [entry["layers"] for entry in saved["efficient_attention"]["layers"]] == [["t2t.0", 1], ["t2t.1"]]
-        model = AutoModelForImageClassification.from_pretrained(tmp_path / str(turn))
-        assert type(model) is T2TViTForImageClassification and model.config._attn_implementation == method
-        assert torch.equal(logits(model), expected)
-    assert type(transformers.AutoModel.from_pretrained(tmp_path / "1")) is T2TViTModel
-
-
 def test_performer_stages_take_no_method():
     model = tiny(tokens_type="performer")
     assert [location.layer for _, location, *_ in attention_modules(model)] == [0, 1]
     exact = logits(model)
     for words in (r"in layers \['t2t.0'\]; its layers are \[0, 1\]", r"t2t\.0.*an attention of their own"):
-        with pytest.raises(hea.UnsupportedAttentionError, match=words):
-            hea.convert(model, "kdeformer", layers=["t2t.0"])
+        refuses(words, hea.convert, model, "kdeformer", layers=["t2t.0"])
     with pytest.raises(ValueError, match=r"t2t\.0.*tokens_type='transformer'"):
         tiny(tokens_type="performer", efficient_attention={"method": "linear", "layers": ["t2t.0", 1]})
     assert torch.equal(logits(model), exact)
     assert not torch.equal(logits(hea.convert(model, "longformer", window_size=2)), exact)
     for name in ("t2t.2", 2):
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"its layers are .*t2t.0.*, 0, 1"):
-            hea.convert(tiny(), "kdeformer", layers=[name])
+        refuses(r"its layers are .*t2t.0.*, 0, 1", hea.convert, tiny(), "kdeformer", layers=[name])
 
 
-@pytest.mark.parametrize(
-    ("tokens_type", "method"),
-    [
-        ("transformer", "sdpa"),
-        pytest.param("performer", "sdpa", marks=pytest.mark.exhaustive),
-        # One that projects the backbone's hidden states. Others: the method tests.
-        pytest.param("transformer", "flurka_performer", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_compiles_to_one_graph(tokens_type, method):
-    model = hea.convert(tiny(tokens_type=tokens_type, num_hidden_layers=1), method, **SMALL.get(method, {}))
-    options = {"values": images(2, 3, 40, 24), "interpolate_pos_encoding": True} if method == "sdpa" else {}
+@each_type
+def test_compiles_to_one_graph(tokens_type):
+    model = tiny(tokens_type=tokens_type, num_hidden_layers=1)
+    options = {"values": images(2, 3, 40, 24), "interpolate_pos_encoding": True}
     expected = logits(model, **options)
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    close(logits(compiled, **options), expected, 1e-5 if method == "sdpa" else 1e-4)
+    close(logits(torch.compile(model, fullgraph=True, backend="eager"), **options), expected, 1e-5)
 
 
 def test_dropout_is_that_of_the_authors():
@@ -240,8 +185,7 @@ def test_outputs():
     labels = torch.tensor([2, 0])
     torch.testing.assert_close(model(images(), labels=labels).loss, cross_entropy(found.logits, labels))
     torch.testing.assert_close(found.logits, logits(tiny()), atol=1e-4, rtol=1e-4)
-    with pytest.raises(hea.UnsupportedAttentionError, match="output_attentions"):
-        hea.convert(tiny(), "linear")(images(), output_attentions=True)
+    refuses("output_attentions", hea.convert(tiny(), "linear"), images(), output_attentions=True)
 
 
 @each_type
@@ -254,8 +198,7 @@ def test_images_of_other_sizes(tokens_type):
             logits(model, values)
         expected = logits(model, values, interpolate_pos_encoding=True)
         assert torch.isfinite(expected).all()
-    with pytest.raises(ValueError, match="images have 1 channels, and the model takes 3"):
-        logits(model, images(1, 1, 32, 32))
+    refuses("images have 1 channels, and the model takes 3", logits, model, images(1, 1, 32, 32), error=ValueError)
     model.set_image_size((40, 24))
     close(logits(model, values), expected, 1e-5)
 
@@ -277,11 +220,11 @@ def test_learned_parameters_get_the_new_size_of_images(tmp_path):
     model.set_image_size((40, 24))
     hea.convert(model, "linformer", projection_dim=4).save_pretrained(tmp_path)
     again = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(again) is T2TViTForImageClassification and again.config._attn_implementation == "linformer"
     assert again.config.image_shape == (40, 24) and torch.equal(logits(again, values), logits(model, values))
     first = next(iter(attention_modules(again)))[0]
     assert first.max_tokens == 240 == first.learned_parameters.key_projection.shape[1]
-    with pytest.raises(ValueError, match="convert it to 'sdpa', set the size"):
-        again.set_image_size(32)
+    refuses("convert it to 'sdpa', set the size", again.set_image_size, 32, error=ValueError)
     hea.convert(again, "sdpa").set_image_size(48)
     assert again.config.grids()[0] == (24, 24) and torch.isfinite(logits(again, images(1, 3, 48, 48))).all()
 
@@ -349,6 +292,73 @@ def test_backbone_projects_its_hidden_states():
     assert (logits(model) - found).abs().max() < 1e-5
     hea.convert(model, "sdpa")
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+# BigGAN and T2T-ViT: half precision, gradients, and gradient checkpointing
+
+# How to make a model in eval mode, and a loss of its output for six images.
+biggan_of = functools.partial(biggan.tiny, sharpness=20.0)  # its logits reach some hundreds: they are not scaled
+performer = functools.partial(tiny, tokens_type="performer")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(biggan_of, "sdpa"), (biggan_of, "kdeformer"), (tiny, "sdpa"), (performer, "sdpa")],
+    ids=["biggan", "biggan-kdeformer", "t2t_vit", "performer"],
+)
+def test_half_precision(make, method, dtype):
+    model = make()
+    model.set_attn_implementation(method)
+    run = biggan.images if make is biggan_of else logits
+    expected = run(model)
+    with torch.autocast("cpu", dtype=dtype):
+        mixed = run(model)
+    for found in (mixed, run(model.to(dtype))):
+        assert torch.isfinite(found).all() and (found.float() - expected).norm() < 0.35 * expected.norm()
+    assert found.dtype == dtype
+
+
+def loss_of(model) -> torch.Tensor:
+    torch.manual_seed(1)
+    if isinstance(model, biggan.BigGANModel):
+        found = model(torch.randn(6, 12), torch.arange(6)).images
+        return (found * torch.randn(6, 3, 32, 32)).sum()
+    return model(images(8, 3, 32, 32), labels=torch.arange(8) % 3).loss
+
+
+DROPOUT = {"hidden_dropout_prob": 0.1, "drop_path_rate": 0.3, "token_dropout_prob": 0.1}
+NORM = functools.partial(biggan.tiny, spectral_norm=True)
+VIT = functools.partial(tiny, **DROPOUT)
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (biggan.tiny, "linformer"),
+        (NORM, "kdeformer"),
+        (functools.partial(performer, **DROPOUT), "sdpa"),
+        *((VIT, method) for method in ("kdeformer", "flurka_linear", "nystromformer")),
+    ],
+)
+def test_gradients_reach_every_parameter(make, method):
+    """The same gradients with gradient checkpointing, reentrant or not."""
+    found = []
+    for checkpointing in (False,) if make is NORM else (False, True):
+        model = hea.convert(make(), method, **SMALL.get(method, {})).train()
+        if checkpointing:
+            biggan.enable_checkpointing(model, use_reentrant=make is VIT)
+            assert sum(getattr(module, "gradient_checkpointing", False) for module in model.modules()) >= 4
+        loss_of(model).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    close(found[-1], found[0], 1e-5 if make is biggan.tiny else 0)
+    for name, grad in found[0].items():
+        # Learned parameters may be longer than the sequence, or the output may not depend on some of their directions,
+        # and batch normalization by batch statistics cancels a preceding bias.
+        is_unused = "learned_parameters" in name or name.endswith(("conv_0.bias", "conv_1.bias", "conv_2.bias"))
+        assert torch.isfinite(grad).all() and (is_unused or grad.abs().sum() > 0), name
+    frozen = {name: p.grad for name, p in model.named_parameters() if not p.requires_grad}
+    assert all(name.endswith(("position_embeddings", ".w")) and grad is None for name, grad in frozen.items())
 
 
 # Checkpoints of the authors
@@ -568,8 +578,7 @@ WRONG_STATES = [
 def test_wrong_state_dicts_are_refused(changes, message):
     state = changes if len(changes) > 2 else {k: v for k, v in {**STATE, **changes}.items() if v is not None}
     is_inferred = "inferred" in message or "its config" in message
-    with pytest.raises(ValueError, match=message):
-        t2t_vit.convert_state_dict(state, None if is_inferred else config_of(STATE))
+    refuses(message, t2t_vit.convert_state_dict, state, None if is_inferred else config_of(STATE), error=ValueError)
 
 
 class _Runs:
@@ -602,6 +611,5 @@ def test_files_without_weights_are_refused(name, tmp_path, capsys):
 )
 def test_model_name_is_checked_against_the_tensors(name, message, tmp_path):
     torch.save(STATE, tmp_path / "small.pth")
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(tmp_path / "small.pth", tmp_path / "out", name)
+    refuses(message, convert_checkpoint, tmp_path / "small.pth", tmp_path / "out", name, error=ValueError)
     assert not (tmp_path / "out").exists()

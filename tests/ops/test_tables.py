@@ -9,9 +9,9 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
+from commands import read_csv, run
 from hf_efficient_attn.ops.attend import attend
 from instances import inputs, numbers
-from recipe_commands import read_csv, run
 from recipes.benchmarks import error as error_table
 from recipes.benchmarks import operations, sequence_parallel
 from recipes.common import counting
@@ -184,18 +184,6 @@ def test_table_is_printed_and_written(tmp_path, capsys):
     assert run(operations, "--layer", "t2t.1", "--method", "linear", "--rounds", "1") == 0
     out = capsys.readouterr().out
     assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "10.071" in out
-
-
-def test_refusals_are_one_line(capsys):
-    refused = (
-        ("--layer", "vit", "biggan, t2t.0, t2t.1"),
-        ("--method", "kdeformr", "kdeformer"),
-        ("--budget", "none", "number of tokens"),
-    )
-    for option, value, message in refused:
-        assert run(operations, option, value) == 2
-        error = capsys.readouterr().err
-        assert message in error and error.count("\n") == 1
 
 
 # Errors in half precision.

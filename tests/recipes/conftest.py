@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-import recipe_commands
+import commands
 import tiny_recipes
 
 
@@ -27,7 +27,7 @@ def table(tmp_path, capsys):
 
     def measured(recipe, *words, status=0):
         path = tmp_path / "table.csv"
-        assert recipe_commands.run(recipe, *words, "--csv", path) == status
-        return recipe_commands.read_csv(path), capsys.readouterr().out
+        assert commands.run(recipe, *words, "--csv", path) == status
+        return commands.read_csv(path), capsys.readouterr().out
 
     return measured

@@ -10,11 +10,11 @@ import transformers
 from transformers import BertConfig, BertModel
 
 import hf_efficient_attn as hea
+from commands import run
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from hf_efficient_attn.io.reading import read_text
-from recipe_commands import run
 from recipes import translation
 from recipes.benchmarks import error, error_bound, leaderboard, tasks
 from recipes.common import inputs as real_inputs

@@ -11,17 +11,14 @@ import torch
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
+from commands import read_csv, run
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
-from recipe_commands import read_csv, run
+from instances import numbers
 from recipes import biggan, biggan_train
 from recipes.biggan_train import Discriminator, hinge_loss, make_classifier, sameness, train_classifier
 from recipes.common import gan
 from recipes.common.gan import Draw, FeatureNetwork, apply_swap, frechet_distance, inception_score, pictures, swaps_of
 from tiny_recipes import lay_out, packed, refuses, write
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def idx(values) -> bytes:
@@ -330,7 +327,7 @@ def test_digits_are_centred_on_black():
 
 def test_frechet_distance():
     linalg = pytest.importorskip("scipy.linalg", reason="needs scipy")
-    first, second = (normal(40, 6, seed=i) @ normal(6, 6, seed=i + 5) for i in (0, 1))
+    first, second = (numbers(40, 6, seed=i) @ numbers(6, 6, seed=i + 5) for i in (0, 1))
     one, two = (torch.cov(x.t()) for x in (first, second))
     expected = (first.mean(0) - second.mean(0)).square().sum() + one.trace() + two.trace()
     expected = expected.item() - 2 * np.trace(linalg.sqrtm((one @ two).numpy()).real)
@@ -340,12 +337,12 @@ def test_frechet_distance():
     # A shift adds its square, far from zero too.
     assert frechet_distance(first, first + 1e4) == pytest.approx(6 * 1e8, rel=1e-6)
     # Two covariances of rank one, a a^T and b b^T: the trace of the root is |a b|.
-    a, b = normal(6, seed=7), normal(6, seed=8)
+    a, b = numbers(6, seed=7), numbers(6, seed=8)
     first, second = (torch.stack((x, -x)) / 2**0.5 for x in (a, b))
     expected = a.dot(a) + b.dot(b) - 2 * a.dot(b).abs()
     assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-6)
     # Fewer pictures than features.
-    first, second = normal(5, 64, seed=1), normal(5, 64, seed=2)
+    first, second = numbers(5, 64, seed=1), numbers(5, 64, seed=2)
     assert 0 < frechet_distance(first, second) < math.inf
     assert frechet_distance(first, first) == pytest.approx(0, abs=1e-5)
 
@@ -356,7 +353,7 @@ def test_inception_score():
         assert inception_score(torch.eye(10).repeat(5, 1), splits) == pytest.approx((10.0, 0.0), abs=1e-6)
     for same in (torch.full((40, 10), 0.1), torch.eye(10)[:1].repeat(40, 1)):
         assert inception_score(same, 4) == pytest.approx((1.0, 0.0))
-    probabilities = normal(60, 4).softmax(1)
+    probabilities = numbers(60, 4).softmax(1)
     marginal = probabilities.mean(0)
     expected = math.exp(sum((row * (row / marginal).log()).sum().item() for row in probabilities) / 60)
     assert inception_score(probabilities, 1)[0] == pytest.approx(expected)

@@ -7,7 +7,6 @@ import math
 import random
 import re
 import statistics
-import zipfile
 from collections import Counter
 
 import numpy as np
@@ -18,7 +17,7 @@ import hf_efficient_attn as hea
 from recipes import lra
 from recipes.common.data import listops
 from recipes.common.data import lra as data_of
-from tiny_recipes import WRITERS, grey, refuses, train, write, write_lra
+from tiny_recipes import WRITERS, refuses, train, write, write_lra
 
 HARD = "pathfinder32/curv_contour_length_14"
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
@@ -125,6 +124,7 @@ def test_reviews_as_bytes(here, tmp_path):
 
 
 def test_pictures_as_grey_pixels(tmp_path):
+    """The splits are chosen as in test_recipe_imagenet.py."""
     source = write_lra("image", tmp_path / "image")
     found = data_of.load_image(source, reading(16))
     for rows in found.values():
@@ -133,13 +133,6 @@ def test_pictures_as_grey_pixels(tmp_path):
             assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}
     resized = data_of.load_image(source, reading(64, evaluation=5))
     assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
-    # Other splits can be chosen.
-    source = write_lra("image", tmp_path / "other")
-    with zipfile.ZipFile(source, "a") as archive:
-        archive.writestr("test/a/2.png", grey(value=250))
-    found = data_of.load_image(source, reading(16), "train", "test")
-    assert len(found["train"]) == 21 and len(found["test"]) == 20 and 252 in found["train"]["input_ids"][:]
-    refuses("no split 'tests'", data_of.load_image, source, reading(16), "train", "tests")
 
 
 def test_pairs_in_the_official_layout(here):

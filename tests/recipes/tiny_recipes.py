@@ -1,5 +1,6 @@
 """Every recipe with tiny data and models, for the tests of what all of them promise and of each one's parts."""
 
+import functools
 import gzip
 import io
 import itertools
@@ -8,7 +9,6 @@ import pathlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,13 @@ from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.torch import load_file
 
+import each
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig
 from recipes import accelerate_loop, clm, glue, imagenet, lra, mlm, translation
 from recipes.common import reporting
 from recipes.common.data import glue as glue_data
 from recipes.common.data import lra as lra_data
-from tiny_models import tiny_model
+from tiny_models import T2T_VIT, tiny_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "it", "was", "not", "good", "bad"]
@@ -203,11 +204,7 @@ def make(folder: pathlib.Path) -> None:
     write_colors(folder / "colors.zip")
     tiny_model("vit", head=True, patch_size=8, num_labels=3).save_pretrained(folder / "vit")
     transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
-    # Stages of 256 and 64 tokens at 32 pixels, and 17 in the backbone.
-    T2TViTConfig(
-        image_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, token_dim=16,
-        t2t_strides=[2, 2, 2], num_labels=3, id2label=dict(enumerate(sorted(COLORS))),
-    ).save_pretrained(folder / "t2t")  # fmt: skip
+    T2TViTConfig(**T2T_VIT, id2label=dict(enumerate(sorted(COLORS)))).save_pretrained(folder / "t2t")
     write_corpus(folder / "corpus")
     for task in WRITERS:
         write_lra(task, folder / task)
@@ -265,10 +262,7 @@ def train(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, model: s
         return COMMANDS[name][0].run(options_of(name, here, out, *more, model=model))
 
 
-def refuses(message: str, call: Callable[..., Any], *given: Any, **named: Any) -> None:
-    """Check that a call raises ValueError with a message."""
-    with pytest.raises(ValueError, match=message):
-        call(*given, **named)
+refuses = functools.partial(each.refuses, error=ValueError)
 
 
 def launch(script: str | pathlib.Path, *options: Any) -> subprocess.CompletedProcess:

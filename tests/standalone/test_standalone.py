@@ -20,8 +20,8 @@ from transformers.utils.import_utils import is_kernels_available
 import converted
 import hf_efficient_attn as hea
 from commands import run_json
+from each import refuses
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.standalone import export
 from hf_efficient_attn.standalone.export import BACKENDS, MODULE, export_kernel, kernel_methods, remote_code
 from hf_efficient_attn.standalone.function import kernel_function
@@ -159,8 +159,7 @@ def test_layout_of_a_repository(tmp_path, capsys):
 
 @pytest.mark.parametrize("method", [m for m in hea.available_methods() if m not in kernel_methods()])
 def test_methods_that_learn_have_no_kernel(method, tmp_path):
-    with pytest.raises(UnsupportedAttentionError, match=r"without learned parameters: .*nearfar"):
-        export_kernel(method, tmp_path / "kernel")
+    refuses(r"without learned parameters: .*nearfar", export_kernel, method, tmp_path / "kernel")
     assert not (tmp_path / "kernel").exists()
 
 
@@ -194,8 +193,7 @@ def chosen(**values):
     ],
 )
 def test_a_kernel_refuses_what_it_would_lose(method, arguments, message):
-    with pytest.raises(UnsupportedAttentionError, match=message):
-        call(method, **arguments)
+    refuses(message, call, method, **arguments)
 
 
 def test_arguments_that_a_kernel_ignores():
@@ -298,15 +296,13 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
 def test_checkpoints_that_no_kernel_can_serve(method, values, message, tmp_path):
     converted.make(tmp_path / "source", card=False)
     values = {"kernel": "org/name", **values}
-    with pytest.raises(UnsupportedAttentionError, match=message):
-        convert_checkpoint(tmp_path / "source", tmp_path / "converted", method, **values)
+    refuses(message, convert_checkpoint, tmp_path / "source", tmp_path / "converted", method, **values)
     assert not (tmp_path / "converted").exists()
 
 
 def test_remote_code_needs_a_model_of_transformers():
     config = hea.models.BigGANConfig()
-    with pytest.raises(UnsupportedAttentionError, match="leave out --remote-code"):
-        remote_code(config)
+    refuses("leave out --remote-code", remote_code, config)
     text, auto_map = remote_code(tiny_config("vit", "kdeformer"))
     assert auto_map["AutoModelForImageClassification"] == f"{MODULE}.ViTForImageClassification"
     assert max(map(len, text.splitlines())) < 300  # a line for each line of the modules

@@ -1,22 +1,33 @@
-"""Up-training: schedules, switches during training, and the callback. test_uptraining_resume.py kills trainings."""
+"""Up-training: schedules, switches during training, the callback, and stages that are distilled first.
+
+test_uptraining_resume.py kills trainings.
+"""
 
 import copy
 import json
+import random
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
-from each import close
+import test_uptraining_resume as resumption
+from each import close, refuses
+from hf_efficient_attn.evaluation.capture import capture_attention, forward
+from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.training import DistillationOptions, switch
+from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.steps import learned_parameters
-from hf_efficient_attn.training.switch import Stage, switch_stage
-from test_uptraining_resume import lora, translator
-from tiny_models import SMALL, tiny_model
-from uptraining_run import PLAIN, Attention, classifier, decoder, losses, samples, switches, trainer_of
+from hf_efficient_attn.training.switch import Stage, is_in_stage, switch_stage, training_batches
+from test_distillation import HEDGEHOG, batches, values
+from test_uptraining_resume import PLAIN, classifier, decoder, losses, samples, switches, trainer_of
+from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
 
 LINFORMER = {"projection_dim": 8, "share": "none"}
 TWO = [("linformer", 0.25, LINFORMER), ("flurka_performer", 1.0, {"num_features": 16})]
@@ -66,8 +77,7 @@ def test_stages_inherit_hyperparameters():
     ],
 )
 def test_wrong_stages_are_refused(sentence, stages):
-    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        hea.UptrainingSchedule(stages, total_steps=10)
+    refuses(sentence, hea.UptrainingSchedule, stages, total_steps=10)
 
 
 def test_schedules_from_strings():
@@ -77,10 +87,8 @@ def test_schedules_from_strings():
     assert given.stages == hea.UptrainingSchedule(TWO).stages
     assert hea.UptrainingSchedule.parse("sdpa:200 kdeformer,near_field=window:end").ends(300) == [200, 300]
     for text in ("linformer", "linformer:x", ":0.5", "linformer,projection_dim:1.0"):
-        with pytest.raises(hea.UnsupportedAttentionError, match="write"):
-            hea.UptrainingSchedule.parse([text])
-    with pytest.raises(hea.UnsupportedAttentionError, match="total_steps"):
-        given.index(3)
+        refuses("write", hea.UptrainingSchedule.parse, [text])
+    refuses("total_steps", given.index, 3)
 
 
 def test_schedules_survive_copies():
@@ -103,8 +111,7 @@ def test_presets_have_the_shares_of_the_paper():
         assert [(s.attention, s.end) for s in hea.uptraining_preset(task, variant).stages] == shares
     assert config_of(hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)).projection_dim == 16
     for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
-        with pytest.raises(hea.UnsupportedAttentionError, match="unknown"):
-            hea.uptraining_preset(task, variant, **options)
+        refuses("unknown", hea.uptraining_preset, task, variant, **options)
 
 
 def stage(attention: str, **hyperparameters) -> Stage:
@@ -237,7 +244,7 @@ def test_training_options(options, tmp_path):
 
 
 def test_only_the_encoder_of_a_translation_model_learns():
-    model = translator()
+    model = resumption.translator()
     hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
     assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
 
@@ -247,22 +254,19 @@ def test_only_the_encoder_of_a_translation_model_learns():
     [
         ("'performer' would have none", classifier, [("linear", 20), ("performer", None)]),
         ("no causal form", decoder, [("linear", 0.5), ("nystromformer", 1.0)]),
-        ("no causal form", translator, hea.uptraining_preset("nmt", projection_dim=8)),
-        ("PEFT saves only its adapters", lora, [("linformer", 2), ("linear", None)]),
+        ("no causal form", resumption.translator, hea.uptraining_preset("nmt", projection_dim=8)),
+        ("PEFT saves only its adapters", resumption.lora, [("linformer", 2), ("linear", None)]),
     ],
 )
 def test_refusals_come_before_the_first_step(sentence, make_model, stages, tmp_path):
-    with pytest.raises(hea.UnsupportedAttentionError, match=sentence):
-        trainer_of(tmp_path, stages, make_model()).train()
+    refuses(sentence, lambda: trainer_of(tmp_path, stages, make_model()).train())
     assert not list(tmp_path.iterdir())
 
 
 def test_fsdp_is_refused_for_stages_that_learn_other_parameters():
     args, callback = SimpleNamespace(fsdp="full_shard"), hea.UptrainingCallback([("linformer", 2), ("linear", None)])
-    with pytest.raises(
-        hea.UnsupportedAttentionError, match=r"do not learn the same parameters.*DistributedDataParallel"
-    ):
-        callback.on_init_end(args, None, None, model=classifier())
+    words = "do not learn the same parameters.*DistributedDataParallel"
+    refuses(words, callback.on_init_end, args, None, None, model=classifier())
 
 
 def test_weights_of_other_stages_are_refused(tmp_path):
@@ -276,11 +280,10 @@ def test_weights_of_other_stages_are_refused(tmp_path):
             r"of shape \(8, 128\), which none of",
         ),
     ]:
-        with pytest.raises(hea.UnsupportedAttentionError, match=message):
-            trainer_of(tmp_path, stages).train(resume_from_checkpoint=resume)
+        refuses(message, lambda: trainer_of(tmp_path, stages).train(resume_from_checkpoint=resume))  # noqa: B023
     # Later stages may end elsewhere, or be replaced.
     stages = [first, (second[0], 4, second[1]), ("flurka_linear", None, {"share": "none"})]
-    trainer = trainer_of(tmp_path, stages, steps=6, callbacks=[seen := Attention()])
+    trainer = trainer_of(tmp_path, stages, steps=6, callbacks=[seen := resumption.Attention()])
     trainer.train(resume_from_checkpoint=resume)
     assert seen.names == ["flurka_performer", "flurka_linear", "flurka_linear"]
 
@@ -330,6 +333,267 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
     assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-4-3").is_dir()
     # Without a complete checkpoint Trainer reports that.
     (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        trainer().train(resume_from_checkpoint=True)
+    refuses("No valid checkpoint found", trainer().train, resume_from_checkpoint=True, error=ValueError)
     assert (tmp_path / "incomplete-checkpoint-2-1").is_dir()
+
+
+# Stages that are distilled first.
+
+DISTILLED = [("linformer", 3, LINFORMER), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
+
+
+def test_distillation_is_a_part_of_a_stage():
+    given = hea.UptrainingSchedule.parse("sdpa:2 linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
+    assert [one.distill for one in given.stages] == [0, 6, 0]
+    assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
+
+
+def take_step(step, given=None, options=None):
+    """A step of a custom training loop whose second stage is distilled."""
+    schedule, model = hea.UptrainingSchedule(DISTILLED), classifier()
+    schedule.step(model, None, 0)
+    schedule.step(model, torch.optim.AdamW(model.parameters()), step, given, options)
+
+
+FIXED = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
+FINETUNING = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps=1))
+
+
+@pytest.mark.parametrize(
+    ("sentence", "call"),
+    [
+        (
+            r"the first stage has distill=6.* hea\.distill",
+            lambda: hea.UptrainingSchedule.parse("linformer,distill=6:end"),
+        ),
+        ("distill=5: linear learns nothing .* use feature_map='hedgehog'", lambda: stage("linear", distill=5)),
+        ("distill=5: kdeformer has no learned parameters", lambda: stage("kdeformer", distill=5)),
+        ("distill=5: 'sdpa' is exact attention", lambda: stage("sdpa", distill=5)),
+        *(
+            (f"distill={steps}: give the number of steps", lambda steps=steps: stage("linformer", distill=steps))
+            for steps in (-1, 0.5, True)
+        ),
+        ("'flurka_performer' has distill=5.* the stage before", lambda: trainer_of("nowhere", FIXED)),
+        ("no batches to distill 'flurka_linear'", lambda: take_step(1)),
+        ("no iterator", lambda: take_step(3, iter(batches()))),
+        (r"leave out options\.finetuning", lambda: take_step(3, batches(), FINETUNING)),
+    ],
+)
+def test_impossible_distillations_are_refused(sentence, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Trainer makes its output folder
+    refuses(sentence, call)
+
+
+def switched(model, target, step=0, given=None):
+    """The record of a switch to a stage that is distilled."""
+    return switch_stage(model, None, target, step, batches() if given is None else given)
+
+
+def teacher_of(model, monkeypatch):
+    """The former attention of a model, which is switched to another one."""
+    teachers = []
+    with monkeypatch.context() as patched:
+        patched.setattr(switch, "_distill", lambda *given: teachers.append(given[4][0]))
+        switched(model, stage("linear", **HEDGEHOG, distill=1))
+    return teachers[0]
+
+
+def output_error(model, former, batch, monkeypatch) -> float:
+    """Mean relative squared error of the layers of a model to those of its former state, on the former inputs."""
+    teacher, found = teacher_of(former, monkeypatch), []
+    modules = dict(zip(former.modules(), model.modules(), strict=False))
+
+    def visit(call):
+        learned = learned_of(modules[call.module])
+        out = call.compute(learned.method, learned.tensors())
+        found.append(((out - call.exact).square().sum() / call.exact.square().sum()).item())
+
+    with capture_attention(former, visit, teacher):
+        forward(former, batch)
+    return sum(found) / len(found)
+
+
+@torch.no_grad()
+def shake(model):
+    """Give learned parameters values that are not those of a conversion."""
+    for p in learned_parameters(model).values():
+        p.mul_(torch.rand(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+@pytest.mark.parametrize("start", ["sdpa", "linformer"])
+def test_the_error_to_the_former_attention_falls(start, monkeypatch):
+    """From a linformer flurka_linear learns its softmax."""
+    errors = []
+    for distill in (1, 40):
+        model = tiny_model("bert")
+        if start == "linformer":
+            shake(hea.convert(model, "linformer", **LINFORMER))
+        former, before, kept = copy.deepcopy(model), values(model, False), dict(model.named_parameters())
+        target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
+        record = switched(model, target, 5)
+        errors.append(output_error(model, former, tiny_batch("bert", seed=9), monkeypatch))
+        close(values(model, False), before, 0)
+        assert len(record["carried"]) == (4 if start == "linformer" else 0)
+        assert all(dict(model.named_parameters())[name] is kept[name] for name in record["carried"])
+        assert all(p.grad is None for p in model.parameters())
+    assert errors[1] < 0.8 * errors[0]
+    assert record["distillation"]["steps"] == 40
+    assert record["distillation"]["last_loss"] < record["distillation"]["first_loss"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_switch_from_any_method_and_back(method, monkeypatch):
+    """With the former attention in place of its own, a model has the output that it had before the switch."""
+    model, batch, first = tiny_model("bert"), tiny_batch("bert", padding="right"), stage(method, **SMALL[method])
+    own = dict(model.named_parameters())
+    assert switch_stage(model, None, first, 0)["from"] == "sdpa"
+    assert is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
+    shake(model)
+    before = forward(model, batch).last_hidden_state
+    teacher = teacher_of(model, monkeypatch)
+    with capture_attention(model, lambda call: None, teacher):
+        after = forward(model, batch).last_hidden_state
+    valid = batch["attention_mask"].bool()
+    close(after[valid], before[valid], 1e-4)
+    switch_stage(model, None, stage("sdpa"), 1)
+    back = dict(model.named_parameters())
+    assert list(back) == list(own) and all(back[name] is p for name, p in own.items())
+
+
+def test_layers_that_do_not_change_are_not_trained():
+    model = shake(hea.convert(tiny_model("bert").double(), "linformer", layers=[0], **LINFORMER))
+    before, fresh = values(model), values(hea.convert(tiny_model("bert").double(), "linformer", **LINFORMER))
+    record, after = switched(model, stage("linformer", **LINFORMER, distill=3)), values(model)
+    assert len(record["carried"]) == len(record["started"]) == 2
+    close({name: after[name] for name in before}, before, 0)
+    assert all(not torch.equal(after[name], fresh[name]) for name in record["started"])
+
+
+def test_custom_training_loop():
+    """The first stage is distilled when training begins, later ones at their switch; resumption repeats it."""
+
+    def trained(steps, saved=None, **given):
+        """Train up to `steps`, from the step and the states that an interrupted training saved, if any."""
+        first, *states = saved or (0,)
+        model, schedule, records = classifier(first, **PLAIN), hea.UptrainingSchedule(DISTILLED), []
+        schedule.step(model, None, max(0, first - 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for target, state in zip((model, optimizer), states, strict=False):
+            target.load_state_dict(state)
+        for step in range(first, steps):
+            records.append(schedule.step(model, optimizer, step, batches(), **given))
+            model(**one_batch()).loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+        return model, optimizer, records
+
+    whole, optimizer, records = trained(6)
+    assert [record and (record["step"], record["to"], record["distillation"]["steps"]) for record in records] == [
+        None, None, None, (3, "flurka_linear", 10), None, None]  # fmt: skip
+    assert records[3]["from"] == "linformer" and len(records[3]["started"]) == len(records[3]["carried"]) == 4
+    # The projections keep their optimizer state.
+    assert all(int(optimizer.state[learned_parameters(whole)[name]]["step"]) == 6 for name in records[3]["carried"])
+    for first in (1, 3):
+        model, optimizer, _ = trained(first)
+        again, _, later = trained(6, (first, model.state_dict(), optimizer.state_dict()))
+        assert [x and x["distillation"] for x in later] == [x and x["distillation"] for x in records[first:]]
+        close(values(again), values(whole), 0)
+    *_, other = trained(4, options=DistillationOptions(learning_rate=1e-4))
+    assert other[3]["distillation"]["last_loss"] > records[3]["distillation"]["last_loss"]
+
+
+@pytest.mark.parametrize("sentence", ["computes them exactly", "layer.1.* values that are not finite"])
+def test_a_failed_distillation_leaves_the_former_attention(sentence, monkeypatch):
+    model = classifier()
+    if "finite" in sentence:
+        with torch.no_grad():
+            model.bert.encoder.layer[1].attention.self.value.weight.fill_(float("nan"))
+    else:
+        # As for sequences that a method computes exactly.
+        monkeypatch.setattr(Distillation, "step", lambda *given: [])
+    before = dict(model.named_parameters())
+    refuses(sentence, switched, model, stage("linear", **HEDGEHOG, distill=3))
+    assert is_in_stage(model, stage("sdpa"))
+    assert list(before) == [name for name, p in model.named_parameters() if p is before[name]]
+
+
+def test_random_states_and_modes_stay():
+    """Batches may draw from the global generators; they are the same in every run."""
+
+    class Noisy(list):
+        def __getitem__(self, index):
+            seen.append((random.random(), np.random.rand(), torch.rand(1).item()))
+            return super().__getitem__(index)
+
+    seen: list[tuple] = []
+    model = classifier().train()
+    model.classifier.eval()
+    for state in range(2):
+        random.seed(state), np.random.seed(state), torch.manual_seed(state)
+        expected = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        switched(model, stage("linear", **HEDGEHOG, distill=3), given=Noisy(batches()))
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == expected[:2]
+        assert torch.equal(torch.get_rng_state(), expected[2])
+        assert model.training and not model.classifier.training
+        switch_stage(model, None, stage("sdpa"), 0)
+    assert seen[:3] == seen[3:] and len(seen) == 6
+
+
+def distilled(trainer) -> list[tuple]:
+    log = [entry for entry in trainer.state.log_history if "distillation_steps" in entry]
+    return [(entry["step"], entry["uptraining_stage"], entry["distillation_steps"]) for entry in log]
+
+
+@pytest.mark.parametrize(
+    "own", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["training data", "own batches"]
+)
+def test_the_callback_distills(own, tmp_path):
+    """Only the distilled parameters differ from a run without it: data and random states are those of the training."""
+
+    def trained(folder, stages):
+        given = {"distillation_batches": batches()} if own and stages is DISTILLED else {}
+        model, seen = classifier(), []
+
+        def note(model, args, kwargs):
+            if model.training:
+                seen.append((kwargs["input_ids"].tolist(), torch.get_rng_state().tolist()))
+
+        model.register_forward_pre_hook(note, with_kwargs=True)
+        callback = hea.UptrainingCallback(stages, **given)
+        trainer = trainer_of(folder, None, model, steps=5, callbacks=[callback])
+        trainer.train()
+        return trainer, seen
+
+    plain, order = trained(tmp_path / "plain", [("linformer", 3, LINFORMER), ("flurka_linear", None, HEDGEHOG)])
+    whole, again = trained(tmp_path / "whole", DISTILLED)
+    assert again == order and len(order) == 5
+    assert losses(whole) != losses(plain) and losses(whole)[:3] == losses(plain)[:3]
+    for trainer in (whole, plain):
+        assert switches(trainer.state.log_history) == [(3, "linformer", "flurka_linear")]
+    assert distilled(whole) == [(3, "flurka_linear", 10)]
+
+
+def test_a_training_set_that_can_only_be_iterated_needs_other_batches(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(samples())
+
+    stages = [("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 2})]
+    trainer = trainer_of(tmp_path, stages, data=Stream())
+    refuses(r"\(Stream\) can only be iterated.*distillation_batches=", trainer.train)
+    callback = hea.UptrainingCallback(stages, batches())
+    trainer = trainer_of(tmp_path, None, callbacks=[callback], steps=2, data=Stream())
+    trainer.train()
+    assert distilled(trainer) == [(1, "linear", 2)]
+
+
+def test_batches_of_a_training_set():
+    data, joined = list(range(22)), []
+    for rank in range(2):
+        found = list(training_batches(data, list, 4, rank, 2))
+        assert [len(batch) for batch in found] == [4] * len(found)
+        joined += found
+    assert [0, 5, 10, 15] in joined and joined != sorted(joined)
+    assert sorted(x for batch in joined for x in batch) == data[:20]
+    loader = DataLoader(samples(), batch_size=4, shuffle=True)
+    assert next(iter(training_batches(loader.dataset, loader.collate_fn, 4)))["input_ids"].shape == (4, 24)
