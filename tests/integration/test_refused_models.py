@@ -33,9 +33,9 @@ SAM = {
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
 # Model types with values of their config, and why they are refused; and the method, if it is not kdeformer.
 MODELS = {
-    "t5": ({}, BIAS.format("relative_attention_bias.*T5Attention")),
-    "mt5": ({}, BIAS.format("relative_attention_bias")),
-    "umt5": ({}, BIAS.format("relative_attention_bias")),
+    "t5": ({}, BIAS.format("T5Attention")),
+    "mt5": ({}, BIAS.format("MT5Attention")),
+    "umt5": ({}, BIAS.format("UMT5Attention")),
     "udop": ({}, BIAS.format("relative_bias")),
     "wav2vec2-conformer": ({"position_embeddings_type": "relative"}, BIAS.format("pos_bias_u")),
     "wav2vec2-bert": ({"feature_projection_input_dim": 16}, BIAS.format("distance_embedding")),
