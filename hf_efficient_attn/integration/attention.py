@@ -80,8 +80,6 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             cached = None
         parameters: Mapping[str, Tensor] = {}
         if method is not None:
-            if is_causal:
-                refusals.refuse_unchecked(method, module, location.name)
             parameters = required_tensors(module, method, location.name)
             keys = (key.shape[2], mask.keys) if shards is None else (shards.total, shards.key_mask)
             warn_beyond_calibration(settings_of(config, name), *keys)

@@ -211,16 +211,6 @@ def check_methods(
             )
 
 
-def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None:
-    """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen."""
-    if not method.causal:
-        raise UnsupportedAttentionError(
-            f"{name} is causal and {method.method} has no causal form: use one of {', '.join(methods_with('causal'))}. "
-            f"Either {type(module).__name__} calls itself bidirectional and gets a causal mask, or the config was "
-            "changed without switching the model by hf_efficient_attn.convert(model, ...)"
-        )
-
-
 def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | None:
     """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
     if method.needs_square:
