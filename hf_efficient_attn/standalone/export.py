@@ -39,31 +39,6 @@ BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
 MODULE = "modeling_efficient_attention"
 _PACKAGE, _ENTRY = "hf_efficient_attn", "standalone.function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
-_INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
-
-from ._modules.standalone.function import kernel_function
-from ._modules.methods import attention
-
-{method} = kernel_function("{method}")
-# Transformers looks for this name.
-flash_attn_forward = {method}
-
-__all__ = ["attention", "flash_attn_forward", "{method}"]
-'''
-# Early versions of `kernels` import the folder of this file and not the one around it.
-_COMPATIBLE = '''"""The same names as the folder around this one has."""
-
-import importlib.util
-import pathlib
-import sys
-
-_spec = importlib.util.spec_from_file_location(f"{__name__}_build", pathlib.Path(__file__).parents[1] / "__init__.py")
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module
-_spec.loader.exec_module(_module)
-__all__ = _module.__all__
-globals().update({name: getattr(_module, name) for name in __all__})
-'''
 
 
 def export_kernel(
@@ -99,11 +74,12 @@ def export_kernel(
     check_hub_id(repo_id, "the kernel repository")
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
+    compatible = _rendered("kernel_compatible.py.jinja", {})
     values = {"info": info, "name": name, "repo_id": repo_id, "version": __version__, "backends": json.dumps(BACKENDS)}
     with place.staged() as draft:
         _write(draft / "torch-ext" / module, files)
         for backend in BACKENDS:
-            folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": _COMPATIBLE}
+            folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": compatible}
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
         for file in ("build.toml", "README.md"):
@@ -189,7 +165,7 @@ def kernel_files(method: str) -> dict[str, str]:
     used = [name for name in (method, info.config_class.switches_to) if name]
     # In a folder of their own, so that no repository can have the name of one of them.
     files = {
-        "__init__.py": _INIT.format(title=info.title, method=method, version=__version__),
+        "__init__.py": _rendered("kernel_init.py.jinja", {"info": info, "version": __version__}),
         "_modules/__init__.py": f'"""Modules of hf_efficient_attn {__version__}."""\n',
     }
     for path, text in modules_of([_ENTRY, *map(method_module, used)], without_imports=["integration"]).items():
