@@ -56,8 +56,6 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
             f"attn_implementation={next(iter(named.values()))!r} would have no effect: load it without that argument"
         )
     for what, module, path in _needs_of_a_matrix(model, through):
-        if what is None:
-            continue
         exact = EXACT if all(found.owner._supports_sdpa for found in through) else "eager"
         raise UnsupportedAttentionError(
             f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
@@ -82,16 +80,16 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
 
 def _needs_of_a_matrix(
     model: PreTrainedModel, through: Sequence[models.AttentionModule]
-) -> Iterator[tuple[str | None, nn.Module, str]]:
+) -> Iterator[tuple[str, nn.Module, str]]:
     """What a model does that only a (queries, keys) matrix could keep: in words, and the module with its path.
 
     Modules inside of attention modules, and attention modules that do not ask the interface, do not concern a method.
     """
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
-        yield models.matrix_need(module, is_attention=False), module, path
+        yield from ((what, module, path) for what in models.matrix_needs(module, is_attention=False))
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
-            yield models.matrix_need(module, is_attention=True), module, location.name
+            yield from ((what, module, location.name) for what in models.matrix_needs(module, is_attention=True))
         if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
             yield "attends to a window of its own that only a mask knows", module, location.name
         size: Any = getattr(config, "attention_chunk_size", None)

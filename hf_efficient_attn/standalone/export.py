@@ -114,19 +114,14 @@ def kernel_implementation(config: PreTrainedConfig, repo_id: str) -> str:
 
 def kernel_methods() -> list[str]:
     """The methods of this package that learn nothing with their default hyperparameters."""
-    entries = [get_method(name) for name in methods_of_package()]
-    return [entry.info.name for entry in entries if not learns(entry.default)]
+    return [name for name in methods_of_package() if not learns(get_method(name).default)]
 
 
-def methods_of_package() -> list[str]:
-    """All methods but those that a user's own file has registered."""
+def methods_of_package() -> dict[str, str]:
+    """All methods but those that a user's own file has registered, with their modules, such as "methods.nearfar"."""
     modules = {name: get_method(name).info.config_class.__module__ for name in available_methods()}
-    return [name for name, module in modules.items() if module.startswith(f"{_PACKAGE}.methods.")]
-
-
-def method_module(method: str) -> str:
-    """The module of a method of this package, such as "methods.nearfar"."""
-    return get_method(method).info.config_class.__module__.removeprefix(f"{_PACKAGE}.")
+    own = f"{_PACKAGE}.methods."
+    return {name: module.removeprefix(f"{_PACKAGE}.") for name, module in modules.items() if module.startswith(own)}
 
 
 def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -> dict[str, str]:
@@ -162,13 +157,14 @@ def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -
 def kernel_files(method: str) -> dict[str, str]:
     """The texts of a repository's modules, by their paths in the folder of a backend."""
     info = get_method(method).info
-    used = [name for name in (method, info.config_class.switches_to) if name]
+    modules = methods_of_package()
+    used = [modules[name] for name in (method, info.config_class.switches_to) if name]
     # In a folder of their own, so that no repository can have the name of one of them.
     files = {
         "__init__.py": _rendered("kernel_init.py.jinja", {"info": info, "version": __version__}),
         "_modules/__init__.py": f'"""Modules of hf_efficient_attn {__version__}."""\n',
     }
-    for path, text in modules_of([_ENTRY, *map(method_module, used)], without_imports=["integration"]).items():
+    for path, text in modules_of([_ENTRY, *used], without_imports=["integration"]).items():
         dots = "." * (path.count("/") + 1)
         files[f"_modules/{path}"] = _IMPORT.sub(rf"\1from {dots}\2 import ", text)
     return dict(sorted(files.items()))
@@ -219,10 +215,10 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
             f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
         )
     # All methods: a process can load several checkpoints, and the first one's copies serve all.
-    texts = modules_of(["integration", "version", *map(method_module, methods_of_package())])
+    texts = modules_of(["integration", "version", *methods_of_package().values()])
     values: dict[str, Any] = {
         "methods": methods,
-        "all_methods": methods_of_package(),
+        "all_methods": [*methods_of_package()],
         "version": __version__,
         "revision": hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:8],
         "sources": {path: [repr(line) for line in text.splitlines(keepends=True)] for path, text in texts.items()},
