@@ -16,11 +16,6 @@ _ARGUMENTS = ("query", "key", "value", "attention_mask", "is_causal", "scale", "
 
 
 def __getattr__(name: str) -> Callable[..., Tensor]:
-    """Make the functional form of a method when it is first used."""
-    method = name.removesuffix(_SUFFIX)
-    if name.endswith(_SUFFIX) and method in available_methods():
-        globals()[name] = _functional_form(method)
-        return globals()[name]
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}.{did_you_mean(name, __dir__())} It has {', '.join(__dir__())}"
     )
@@ -41,9 +36,9 @@ def _functional_form(name: str) -> Callable[..., Tensor]:
         given = {k: v for k, v in options.items() if v is not None or k not in info.learned_parameters}
         return attention(name, *tensors, **given)
 
+    call.__name__ = call.__qualname__ = f"{name}{_SUFFIX}"
     fields = [f for f in dataclasses.fields(info.config_class) if f.name != "seed"]
     lines = "\n".join(f"    {f.name}: {f.metadata.get('help', '')} Default {f.default!r}." for f in fields)
-    call.__name__ = call.__qualname__ = f"{name}_attention"
     call.__doc__ = (
         f"{info.title} ({info.paper}): {info.summary}\n\nThe arguments up to `seed` are those of `attention`.\n\n"
         f"Args:\n{lines}"
@@ -56,7 +51,4 @@ def _functional_form(name: str) -> Callable[..., Tensor]:
     return call
 
 
-@on_register
-def _forget(method: str) -> None:
-    """Forget the functional form of a method that another one replaces."""
-    globals().pop(f"{method}{_SUFFIX}", None)
+on_register(lambda method: globals().update({f"{method}{_SUFFIX}": _functional_form(method)}))

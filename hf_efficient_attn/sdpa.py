@@ -5,6 +5,7 @@ call of `scaled_dot_product_attention` or of `torch.nn.MultiheadAttention`. Whil
 prepared runs, a `torch.overrides.TorchFunctionMode` of its thread sees these calls. Nothing is patched.
 """
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -42,7 +43,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class SDPAReplacement:
+class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]):
     """What `replace_sdpa` does in a model. As a context manager it ends the replacement.
 
     Attributes:
@@ -91,9 +92,6 @@ class SDPAReplacement:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def __enter__(self) -> "SDPAReplacement":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

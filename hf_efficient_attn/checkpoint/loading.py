@@ -17,7 +17,7 @@ from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
-from hf_efficient_attn.methods import get_method
+from hf_efficient_attn.methods import parameter_shapes
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
 # or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
@@ -115,10 +115,8 @@ def check_learned(chosen: EfficientAttentionConfig, config: object, present: int
     """
     length = getattr(config, "max_position_embeddings", None) or 1
     for method in {entry.config for entry in chosen.entries}:
-        sizes = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "max_length": length}
         with torch.device("meta"):
-            made = get_method(method.method).initial_parameters(method, **sizes)
-        learned = sum(tensor.numel() for tensor in made.values())
+            learned = sum(shape.numel() for shape in parameter_shapes(method, max_length=length).values())
         if learned > max(2 * present, 2**24):
             raise UnsupportedAttentionError(
                 f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
@@ -182,10 +180,6 @@ def _limited_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
             )
 
     register = nn.modules.module
-    hooks = [register.register_module_parameter_registration_hook(count)]
-    hooks += [register.register_module_buffer_registration_hook(count)]
-    try:
+    parameters = register.register_module_parameter_registration_hook(count)
+    with parameters, register.register_module_buffer_registration_hook(count):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

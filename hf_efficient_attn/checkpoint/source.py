@@ -68,18 +68,17 @@ _FROM_CARD = ("license", "pipeline_tag", *_LISTS)
 class Weights(NamedTuple):
     """The weight files of a checkpoint: `is_sharded` if there is an index, otherwise one file.
 
-    `files` is {path: {tensor name: tensor}}, in order, and `metadata` {path: metadata of the file}. Tensors of
-    safetensors are views of the file, on the CPU.
+    `files` is {path: ({tensor name: tensor}, metadata of the file)}, in order. Tensors of safetensors are views of the
+    file, on the CPU.
     """
 
-    files: Mapping[pathlib.Path, Mapping[str, Tensor]]
-    metadata: Mapping[pathlib.Path, Mapping[str, str]]
+    files: Mapping[pathlib.Path, tuple[Mapping[str, Tensor], Mapping[str, str]]]
     is_sharded: bool
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of all files."""
-        return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
+        return {name: tensor for tensors, _ in self.files.values() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -255,9 +254,7 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
     elif allow_pickle and not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / PICKLED):
         paths = [folder / PICKLED]
     if os.path.lexists(paths[0]) or is_sharded:
-        read = {path: _read(path, inside) for path in paths}
-        metadata = {path: about for path, (_, about) in read.items()}
-        return Weights({path: tensors for path, (tensors, _) in read.items()}, metadata, is_sharded)
+        return Weights({path: _read(path, inside) for path in paths}, is_sharded)
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{shown(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")

@@ -382,12 +382,12 @@ def write_weights(draft: pathlib.Path, weights: Weights, changes: Changes) -> No
     weight_map: dict[str, str] = {}
     sizes = {"total_parameters": 0, "total_size": 0}
     added, last = changes.new.keys() - weights.tensors.keys(), list(weights.files)[-1]
-    for path, stored in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
+    for path, (stored, metadata) in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
         names = [*(stored.keys() - changes.dropped), *(added if path == last else ())]
         tensors = {name: (changes.new[name] if name in changes.new else stored[name]).contiguous() for name in names}
         target = SINGLE if path.name == PICKLED else path.name
         # Transformers requires the format.
-        save_file(tensors, draft / target, metadata={**weights.metadata[path], "format": "pt"})
+        save_file(tensors, draft / target, metadata={**metadata, "format": "pt"})
         shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only
         weight_map |= dict.fromkeys(tensors, target)
         sizes["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())

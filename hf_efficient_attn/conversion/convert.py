@@ -180,10 +180,8 @@ def position_tables(root: PreTrainedModel) -> list[tuple[PositionTable, PreTrain
 
     A model without one is refused. The message says which positions it has instead.
     """
-    found: dict[int, tuple[PositionTable, PreTrainedConfig]] = {}
-    for part in models_in(root):
-        for table in find_tables(part, part.config):
-            found.setdefault(id(table.embedding), (table, part.config))
+    parts = reversed(models_in(root))  # of several, the outermost is last
+    found = {id(table.embedding): (table, part.config) for part in parts for table in find_tables(part, part.config)}
     if found:
         return list(found.values())
     config = root.config

@@ -26,7 +26,7 @@ from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import replacing
-from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info
+from hf_efficient_attn.methods import MethodConfig, available_methods, method_info, parameter_shapes
 from hf_efficient_attn.models import auto_class, model_type
 from hf_efficient_attn.standalone.export import MODULE
 
@@ -123,9 +123,8 @@ class Facts:
     @property
     def learned(self) -> list[str]:
         """The names of the parameters that the methods learn."""
-        sizes = dict.fromkeys(("num_heads", "head_dim", "value_dim", "max_length"), 1)
         with torch.device("meta"):
-            return sorted({x for c in self.configs for x in get_method(c.method).initial_parameters(c, **sizes)})
+            return sorted({name for config in self.configs for name in parameter_shapes(config)})
 
     @property
     def own_files(self) -> list[OwnFile]:

@@ -71,6 +71,7 @@ class MethodLayer(DynamicLayer):
     # For messages: what the layer holds, and what to do where two layers share keys.
     _holds: ClassVar[str]
     _unshared: ClassVar[str]
+    options: dict[str, Any] | None
     _first_attention: Callable[..., Tensor]
     _attention: Callable[..., Tensor]
 
@@ -86,8 +87,9 @@ class MethodLayer(DynamicLayer):
         for name in self._content:
             setattr(self, name, None)
         self.seen, self.is_initialized = 0, False
-        # Whether the attention function has used the keys of the last `update`.
-        self.was_used = True
+        # Whether the attention function has used the keys of the last `update`, and the options of its last call for
+        # a state. All calls on one state share the scale and the seed.
+        self.was_used, self.options = True, None
 
     @property
     def keeps_keys(self) -> bool:
@@ -195,12 +197,6 @@ class StateLayer(MethodLayer):
     _unshared = "a state does not support: generate with use_cache=False"
     state: Any  # named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead
     pending: Tokens | None  # tokens that are not part of the state yet
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        # The options of the last call. All calls on one state share the scale and the seed.
-        self.options: dict[str, Any] | None = None
-        super().reset()
 
     @property
     def keeps_keys(self) -> bool:

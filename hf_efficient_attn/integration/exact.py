@@ -1,6 +1,5 @@
 """Exact attention for the layers that keep it, with a (B, Nk) mask and without an (Nq, Nk) tensor."""
 
-import functools
 from typing import Any
 
 import torch
@@ -44,24 +43,20 @@ def exact_layer(
     window = None if window is None or window >= kv_len else window
     if key_mask is None and window is None and (not is_causal or q_len == kv_len):
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
-    attend = functools.partial(_masked_attention, options=options)
     if key_mask is None:
         key_mask = torch.ones(1, kv_len, dtype=torch.bool, device=query.device)
     if not is_causal and window is None:
-        return attend(query, key, value, key_mask[:, None, None])
+        return _masked_attention(query, key, value, key_mask[:, None, None], options)
     outs, offset = [], kv_len - q_len
+    left = kv_len if window is None else window - 1  # keys before a query
+    right = 0 if is_causal else left
     for start in range(0, q_len, _BLOCK_Q):
-        stop = min(start + _BLOCK_Q, q_len)
-        begin = 0 if window is None else max(0, offset + start - window + 1)
-        end = offset + stop if window is None or is_causal else min(kv_len, offset + stop + window - 1)
-        # (block_q, Nk)
-        distance = (
-            torch.arange(begin, end, device=query.device) - torch.arange(start, stop, device=query.device)[:, None]
-        )
-        near = distance - offset <= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-        near = near if window is None else near & ((distance - offset).abs() < window)
-        pairs = key_mask[:, None, None, begin:end] & near
-        outs.append(attend(query[:, :, start:stop], key[:, :, begin:end], value[:, :, begin:end], pairs))
+        position = torch.arange(start, min(start + _BLOCK_Q, q_len), device=query.device)[:, None] + offset
+        keys = slice(max(0, offset + start - left), min(kv_len, offset + start + len(position) + right))
+        distance = torch.arange(keys.start, keys.stop, device=query.device) - position  # (block_q, Nk)
+        pairs = key_mask[:, None, None, keys] & (distance >= -left) & (distance <= right)
+        block = query[:, :, start : start + _BLOCK_Q]
+        outs.append(_masked_attention(block, key[:, :, keys], value[:, :, keys], pairs, options))
     return torch.cat(outs, 2)
 
 

@@ -27,19 +27,17 @@ class LearnedParameters(nn.Module):
     as accelerate's, run only when a module is called.
 
     `sizes` are num_heads, num_kv_heads, head_dim, value_dim and max_length, as `initial_parameters` of a method takes
-    them. Device and dtype are those of the parameters; None for the current default.
+    them. Device and dtype are those of the parameters.
     """
 
-    def __init__(self, method: MethodConfig, sizes: dict[str, int], device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, method: MethodConfig, sizes: dict[str, int], device: Any, dtype: Any) -> None:
         super().__init__()
         self.method, self.sizes = method, sizes
         start = self.start_values()
         # Replicas of `torch.nn.DataParallel` have tensors of these names, and no parameters.
         self.names = tuple(start)
         for name, value in start.items():
-            empty = torch.empty(value.shape, device=device, dtype=dtype or torch.get_default_dtype())
-            setattr(self, name, nn.Parameter(empty))
-        self.reset_parameters()
+            setattr(self, name, nn.Parameter(value.detach().to(device, dtype, copy=True)))
 
     def forward(self) -> dict[str, Tensor]:
         """Return the parameters by name, as the functional form takes them."""

@@ -25,7 +25,7 @@ from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 
-_CROSS = ("cross", "encdec", "enc_dec", "encoder_attn")
+_CROSS = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
 # The attribute of an attention module that holds its `ModuleLocation`.
 LOCATION = "_efficient_attention"
 # The argument of attention functions with the length of a window.
@@ -158,9 +158,8 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         if owner is None or isinstance(module, PreTrainedModel) or not is_attention(module):
             continue
         name = path.removeprefix(prefix).removeprefix(".")
-        is_cross = bool(getattr(module, "is_cross_attention", False)) or any(
-            word in f"{name}.{type(module).__name__}".lower() for word in _CROSS
-        )
+        is_named_cross = _CROSS.search(f"{name}.{type(module).__name__}") is not None
+        is_cross = bool(getattr(module, "is_cross_attention", False)) or is_named_cross
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
         layer, window = layer_of(module, name), None if is_cross else window_of(module, config)
@@ -252,22 +251,22 @@ def uses_interface(kind: type[nn.Module]) -> bool:
     return any(inspect.isfunction(x) and "ALL_ATTENTION_FUNCTIONS" in x.__code__.co_names for x in functions)
 
 
-def matrix_need(module: nn.Module, *, is_attention: bool) -> str | None:
-    """What a module does that only a (queries, keys) matrix could keep, in words; None if there is nothing.
+def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
+    """What a module does that only a (queries, keys) matrix could keep, in words.
 
     Of modules around the attention modules, such as layers, only names that say "bias" count.
     """
     kinds, config = {base.__name__ for base in type(module).__mro__}, getattr(module, "config", None)
     if getattr(config, "use_bidirectional_attention", None) is True and kinds & _COMPOSES_MASK:
-        return "composes its masks itself (use_bidirectional_attention=True)"
+        yield "composes its masks itself (use_bidirectional_attention=True)"
     if any(map(_FINDS_PADDING.fullmatch, kinds)):
-        return "finds the padding in a (queries, keys) mask"
+        yield "finds the padding in a (queries, keys) mask"
     parts = (*module._parameters.items(), *module._modules.items())
     names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
         found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
-    return f"adds {found[0]} to the scores of its attention" if found else None
+    yield from (f"adds {what} to the scores of its attention" for what in found)
 
 
 def attention_table(kind: type[nn.Module]) -> str | None:

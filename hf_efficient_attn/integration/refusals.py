@@ -56,8 +56,6 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
             f"attn_implementation={next(iter(named.values()))!r} would have no effect: load it without that argument"
         )
     for what, module, path in _needs_of_a_matrix(model, through):
-        if what is None:
-            continue
         raise UnsupportedAttentionError(
             f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
             f"matrix: use {_exact_for(through)}, or a model without it, such as BERT, GPT-2 or Llama"
@@ -86,17 +84,17 @@ def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> Non
 
 def _needs_of_a_matrix(
     model: PreTrainedModel, through: Sequence[models.AttentionModule]
-) -> Iterator[tuple[str | None, nn.Module, str]]:
+) -> Iterator[tuple[str, nn.Module, str]]:
     """What a model does that only a (queries, keys) matrix could keep: in words, and the module with its path.
 
     Modules inside of attention modules, and attention modules that do not ask the interface, do not concern a method.
     """
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
         if not has_distance_bias(type(module)):
-            yield models.matrix_need(module, is_attention=False), module, path
+            yield from ((what, module, path) for what in models.matrix_needs(module, is_attention=False))
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
-            yield models.matrix_need(module, is_attention=True), module, location.name
+            yield from ((what, module, location.name) for what in models.matrix_needs(module, is_attention=True))
         if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
             yield "attends to a window of its own that only a mask knows", module, location.name
         size: Any = getattr(config, "attention_chunk_size", None)
@@ -216,16 +214,6 @@ def check_methods(
                 f"{name} has learned parameters, and its error before training says nothing about its error after it: "
                 "leave the method out here, convert the model to it and fine-tune"
             )
-
-
-def refuse_unchecked(method: MethodConfig, module: nn.Module, name: str) -> None:
-    """Refuse a causal call of a method without a causal form, which a switch could not see or has not seen."""
-    if not method.causal:
-        raise UnsupportedAttentionError(
-            f"{name} is causal and {method.method} has no causal form: use one of {', '.join(methods_with('causal'))}. "
-            f"Either {type(module).__name__} calls itself bidirectional and gets a causal mask, or the config was "
-            "changed without switching the model by hf_efficient_attn.convert(model, ...)"
-        )
 
 
 def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | None:

@@ -41,31 +41,6 @@ BACKENDS = ("cpu", "cuda", "metal", "rocm", "xpu")
 MODULE = "modeling_efficient_attention"
 _PACKAGE, _ENTRY = "hf_efficient_attn", "standalone.function"
 _IMPORT = re.compile(r"^( *)from hf_efficient_attn\.([\w.]+) import ", re.M)
-_INIT = '''"""{title} as an attention function for Transformers, from hf_efficient_attn {version}."""
-
-from ._modules.standalone.function import kernel_function
-from ._modules.methods import attention
-
-{method} = kernel_function("{method}")
-# Transformers looks for this name.
-flash_attn_forward = {method}
-
-__all__ = ["attention", "flash_attn_forward", "{method}"]
-'''
-# Early versions of `kernels` import the folder of this file and not the one around it.
-_COMPATIBLE = '''"""The same names as the folder around this one has."""
-
-import importlib.util
-import pathlib
-import sys
-
-_spec = importlib.util.spec_from_file_location(f"{__name__}_build", pathlib.Path(__file__).parents[1] / "__init__.py")
-_module = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = _module
-_spec.loader.exec_module(_module)
-__all__ = _module.__all__
-globals().update({name: getattr(_module, name) for name in __all__})
-'''
 
 
 def export_kernel(
@@ -101,11 +76,12 @@ def export_kernel(
     check_hub_id(repo_id, "the kernel repository")
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
+    compatible = _rendered("kernel_compatible.py.jinja", {})
     values = {"info": info, "name": name, "repo_id": repo_id, "version": __version__, "backends": json.dumps(BACKENDS)}
     with place.staged() as draft:
         _write(draft / "torch-ext" / module, files)
         for backend in BACKENDS:
-            folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": _COMPATIBLE}
+            folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": compatible}
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
         for file in ("build.toml", "README.md"):
@@ -143,19 +119,14 @@ def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
 
 def kernel_methods() -> list[str]:
     """The methods of this package that learn nothing with their default hyperparameters."""
-    entries = [get_method(name) for name in methods_of_package()]
-    return [entry.info.name for entry in entries if not learns(entry.default)]
+    return [name for name in methods_of_package() if not learns(get_method(name).default)]
 
 
-def methods_of_package() -> list[str]:
-    """All methods but those that a user's own file has registered."""
+def methods_of_package() -> dict[str, str]:
+    """All methods but those that a user's own file has registered, with their modules, such as "methods.nearfar"."""
     modules = {name: get_method(name).info.config_class.__module__ for name in available_methods()}
-    return [name for name, module in modules.items() if module.startswith(f"{_PACKAGE}.methods.")]
-
-
-def method_module(method: str) -> str:
-    """The module of a method of this package, such as "methods.nearfar"."""
-    return get_method(method).info.config_class.__module__.removeprefix(f"{_PACKAGE}.")
+    own = f"{_PACKAGE}.methods."
+    return {name: module.removeprefix(f"{_PACKAGE}.") for name, module in modules.items() if module.startswith(own)}
 
 
 def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -> dict[str, str]:
@@ -191,13 +162,14 @@ def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -
 def kernel_files(method: str) -> dict[str, str]:
     """The texts of a repository's modules, by their paths in the folder of a backend."""
     info = get_method(method).info
-    used = [name for name in (method, info.config_class.switches_to) if name]
+    modules = methods_of_package()
+    used = [modules[name] for name in (method, info.config_class.switches_to) if name]
     # In a folder of their own, so that no repository can have the name of one of them.
     files = {
-        "__init__.py": _INIT.format(title=info.title, method=method, version=__version__),
+        "__init__.py": _rendered("kernel_init.py.jinja", {"info": info, "version": __version__}),
         "_modules/__init__.py": f'"""Modules of hf_efficient_attn {__version__}."""\n',
     }
-    for path, text in modules_of([_ENTRY, *map(method_module, used)], without_imports=["integration"]).items():
+    for path, text in modules_of([_ENTRY, *used], without_imports=["integration"]).items():
         dots = "." * (path.count("/") + 1)
         files[f"_modules/{path}"] = _IMPORT.sub(rf"\1from {dots}\2 import ", text)
     return dict(sorted(files.items()))
@@ -248,10 +220,10 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
             f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
         )
     # All methods: a process can load several checkpoints, and the first one's copies serve all.
-    texts = modules_of(["integration", "version", *map(method_module, methods_of_package())])
+    texts = modules_of(["integration", "version", *methods_of_package().values()])
     values: dict[str, Any] = {
         "methods": methods,
-        "all_methods": methods_of_package(),
+        "all_methods": [*methods_of_package()],
         "version": __version__,
         "revision": hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:8],
         "sources": {path: [repr(line) for line in text.splitlines(keepends=True)] for path, text in texts.items()},

@@ -120,7 +120,7 @@ def test_a_kernel_in_a_compiled_model(repository):
 
 def test_kernels_import_pytorch_only():
     allowed = {*sys.stdlib_module_names, "torch", "triton"}  # triton only in a function, for tensors on a GPU
-    modules = ["standalone.function", *map(export.method_module, KERNELS)]
+    modules = ["standalone.function", *map(export.methods_of_package().get, KERNELS)]
     for path, text in export.modules_of(modules, without_imports=["integration"]).items():
         for node in ast.walk(ast.parse(text)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

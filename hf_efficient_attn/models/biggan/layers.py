@@ -82,11 +82,8 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
     register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter], overwrite=True)
     names = {rf"\.{theirs}\.": f".{ours}." for theirs, ours in PROJECTIONS.items()}
     for (theirs, ours), between in zip(KEPT.items(), TRIPLE, strict=True):
-        if spectral_norm:
-            names[rf"\.{theirs}$"] = f".parametrizations.weight.{ours}"
-        else:
-            names[rf"\.{theirs}$"] = f".{between}"
-            names[rf"\.parametrizations\.weight\.{re.escape(ours)}$"] = f".{between}"
+        target = f".parametrizations.weight.{ours}" if spectral_norm else f".{between}"
+        names |= {rf"\.{theirs}$": target, rf"\.parametrizations\.weight\.{re.escape(ours)}$": target}
     if spectral_norm:
         for layer in NORMALIZED:
             names[rf"\.{layer}\.weight$"] = f".{layer}.parametrizations.weight.original"
