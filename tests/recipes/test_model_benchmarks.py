@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from hf_efficient_attn.io.reading import read_text
 from recipe_commands import run
