@@ -21,11 +21,11 @@ from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.calibration import (
     Choice,
     Study,
-    check_max_error,
     choose_each,
     choose_one,
     make_settings,
@@ -93,7 +93,7 @@ def analyze(
         UnsupportedAttentionError: as `hea.calibrate`; but if no method keeps the limit, "recommended" is None.
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
-    check_max_error(max_error)
+    check_positive("max_error", max_error, is_count=False)
     execution = execution or Execution()
     summary = summarize_attention(model, batch)
     candidates = make_candidates(methods, BUDGETS if budgets is None else budgets, summary)

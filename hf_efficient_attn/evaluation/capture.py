@@ -72,6 +72,10 @@ class Call(NamedTuple):
         tensors = {name: getattr(self, name)[one] for name in ("query", "key", "value", "exact")}
         return self._replace(**tensors, key_mask=key_mask)
 
+    def chosen(self, config: MethodConfig | None) -> MethodConfig | None:
+        """The method that computes the call in a model whose layer has `config`; None for exact attention."""
+        return None if config is None or self.why_exact(config) is not None else config
+
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
@@ -79,7 +83,7 @@ class Call(NamedTuple):
         are those that the method has learned; None for the values that a conversion starts from.
         """
         shape, valid = self.query.shape[:2], None
-        if self.why_exact(config) is not None:
+        if self.chosen(config) is None:
             return torch.zeros(shape, dtype=torch.float64)
         if self.key_mask is not None and self.query.shape[2] == self.key.shape[2]:
             valid = self.key_mask.repeat_interleave(shape[1], 0)

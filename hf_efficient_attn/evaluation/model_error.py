@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
 from hf_efficient_attn.ops.tokens import take
@@ -138,8 +137,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         >>> print(error)  # one line for each layer
         >>> error.max()  # of the worst head
     """
-    if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1):
-        raise UnsupportedAttentionError(f"num_rows={num_rows!r} must be an integer of 1 or more, or None for all rows")
+    check_positive("num_rows", 1 if num_rows is None else num_rows)
     roots = transformers_models(model)
     methods = {one.module: one.chosen for root in roots for one in attention_modules(root)}
     if not any(methods.values()):
@@ -149,17 +147,13 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         )
     errors: list[LayerError] = []
 
-    def method_in(call: Call) -> MethodConfig | None:
-        method = methods[call.module]
-        return None if method is None or call.why_exact(method) is not None else method
-
     def compute(call: Call) -> Tensor:
-        if (method := method_in(call)) is None:
+        if (method := call.chosen(methods[call.module])) is None:
             return exact_output(call)
         return call.compute(method, required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:
-        method, sequences = method_in(call), call.sequences
+        method, sequences = call.chosen(methods[call.module]), call.sequences
         if not sequences:
             return
         estimate = bound = torch.zeros(len(sequences), call.query.shape[1], dtype=torch.float64)

@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
 from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import LayerLoss, Training, check_positive, learned_parameters
+from hf_efficient_attn.training.steps import LayerLoss, Training, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.

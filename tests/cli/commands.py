@@ -13,7 +13,7 @@ from tokenizers import processors
 from converted import tiny_tokenizer
 from hf_efficient_attn import cli
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.evaluation import calibration, comparison, pictures, timing
+from hf_efficient_attn.evaluation import pictures, timing
 from hf_efficient_attn.training import distill_checkpoint
 from tiny_models import IMAGES, tiny_model
 
@@ -102,8 +102,7 @@ def save(folder, model, family="bert"):
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
     """Time single calls, which otherwise are repeated for a tenth of a second, and draw only for tests of `figures`."""
-    for module in (calibration, comparison, timing):
-        monkeypatch.setattr(module, "calls_to_time", lambda work, first=None: 1)
+    monkeypatch.setattr(timing, "calls_to_time", lambda work, first=None: 1)
     drawings = [(pictures, "draw_benchmark"), (pictures, "draw_analysis"), (distill_checkpoint, "_draw")]
     for module, name in drawings if "figures" not in request.fixturenames else ():
         monkeypatch.setattr(module, name, lambda result, path: path.write_bytes(b""))
