@@ -44,7 +44,6 @@ def demo(
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.defaults import default_methods
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
-    from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_picture
 
     methods = common.parse_methods(method or default_methods(purpose="demo"), setting)
@@ -59,10 +58,9 @@ def demo(
     procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
     report = Report(procedure, is_silent=as_json)
     execution, source = report.execution(minutes), minilm_folder()
-    with use_threads(threads):
-        result, status = common.until_interrupted(
-            lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution)
-        )
+    result, status = common.until_interrupted(
+        lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution), threads
+    )
     if plot is not None:
         draw_benchmark(result, plot)
     report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None))

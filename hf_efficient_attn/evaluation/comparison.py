@@ -277,10 +277,8 @@ def answer_of(task: str, inputs: Inputs, output: Any, states: Tensor | None) -> 
             return None
         guesses = logits[inputs.masked]
         return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"), states)
-    if task == "text-to-text":
-        return Answer(logits.argmax(2).flatten(), None, states)
-    if task == "image-classification":
-        return Answer(logits.argmax(1), None, states)
+    if task in ("text-to-text", "image-classification"):
+        return Answer(logits.argmax(-1).flatten(), None, states)
     targets: Tensor = inputs.values["input_ids"][:, 1:]
     parts = [  # in parts, because the logits in float32 are large
         cross_entropy(part.float().transpose(1, 2), target, reduction="none")
