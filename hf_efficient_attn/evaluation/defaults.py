@@ -30,11 +30,8 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
     `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
     kinds = {name: method_info(name).config_class for name in available_methods()}
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind.default_rank is not None and (purpose is None or purpose in kind.default_for)
-    ]
+    ranked = {name: kind.default_for for name, kind in kinds.items() if kind.default_rank is not None}
+    return [name for name, purposes in ranked.items() if purpose is None or purpose in purposes]
 
 
 def default_configs(
