@@ -228,8 +228,8 @@ def capture_attention(
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 
-def forward(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on one batch: a mapping of its arguments, or a tensor of its main input."""
+def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
+    """Run the model on one batch, a mapping of its arguments or a tensor of its main input, with other arguments."""
     root = transformers_models(model)[0]
     batch = {root.main_input_name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping) or not batch:
@@ -238,7 +238,7 @@ def forward(model: nn.Module, batch: Batch) -> Any:
             f"model's main input; got {type(batch).__name__}"
         )
     device = next(model.parameters()).device
-    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**batch, **options}.items()}
     if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)

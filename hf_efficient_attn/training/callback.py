@@ -69,7 +69,6 @@ class UptrainingCallback(TrainerCallback):
     ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
-        self._batches = distillation_batches
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
