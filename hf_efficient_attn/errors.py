@@ -30,6 +30,14 @@ def as_dict(value: object, what: str) -> dict[str, Any]:
     return dict(value)
 
 
+def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
+    """Refuse a number of something that is not an integer of 1 or more, or another number that is not above 0."""
+    types = int if is_count else (int, float)
+    if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < float("inf"):
+        what = "1 or more, an integer" if is_count else "a number above 0"
+        raise UnsupportedAttentionError(f"{name}={shown(value)} must be {what}")
+
+
 def did_you_mean(name: object, known: Iterable[object]) -> str:
     """The sentence that suggests the most similar of the known names, whatever their case; empty if none is similar."""
     names = {str(k).lower(): str(k) for k in known}

@@ -47,6 +47,7 @@ from transformers import AutoModelForImageClassification, PreTrainedModel, ViTIm
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
+from hf_efficient_attn.training.callback import use_new_names
 from recipes.common import training
 from recipes.common.arguments import PER_EPOCH, AttentionArguments, check_counts, main_of, option, parse, samples
 from recipes.common.data import images
@@ -258,26 +259,6 @@ def classes_of(
     return {name: i for i, name in enumerate(labels)}, labels, "a new head"
 
 
-class ImageTrainer(transformers.Trainer):
-    """Trainer that can resume a ViT.
-
-    `save_pretrained` writes the weights of ViT and DeiT under their older names, which only `from_pretrained`
-    translates. Trainer itself would not find the layers in a checkpoint, warn, and continue with the current weights.
-    """
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        model = self.model if model is None else model
-        if self.is_fsdp_enabled or not isinstance(model, PreTrainedModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        with no_progress_bar():
-            saved = type(model).from_pretrained(resume_from_checkpoint, dtype=model.dtype)
-        model.load_state_dict(saved.state_dict())
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-
 def collate(examples: Sequence[dict[str, Any]], interpolate: bool) -> dict[str, Any]:
     """Collate examples of a `PictureDataset` to a batch: pixel_values (B, 3, P, P), labels (B,)."""
     batch = default_collate(examples)
@@ -317,6 +298,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"{len(indices)} classes, {how}", file=sys.stderr, flush=True)
     model = load_model(options, labels)
     pixels, attention.tokens, interpolate = fit_resolution(model, options.resolution)
+    # Transformers saves ViT and DeiT under older names, which Trainer does not find when it resumes.
+    model.register_load_state_dict_pre_hook(use_new_names)
     callbacks = training.prepare_attention(model, attention)
     plain = Evaluation(pixels, norm, data.crop_ratio)
     evaluated, trained = PictureDataset(parts[-1], indices, plain), None
@@ -324,7 +307,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip)
         trained = PictureDataset(parts[0], indices, plain if data.augmentation == "none" else random, args.seed)
         callbacks.append(training.Epochs(trained.set_epoch))
-    trainer = ImageTrainer(
+    trainer = transformers.Trainer(
         model=model, args=args, data_collator=functools.partial(collate, interpolate=interpolate),
         train_dataset=trained, eval_dataset=evaluated, processing_class=processor_of(norm, pixels, data.crop_ratio),
         callbacks=callbacks, compute_metrics=accuracy, preprocess_logits_for_metrics=top_five,

@@ -31,8 +31,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_methods
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.evaluation.data import allow_length
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import replacing
 from recipes.common.arguments import main_of

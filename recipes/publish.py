@@ -22,7 +22,7 @@ import typer
 import yaml
 
 from hf_efficient_attn.cli import main_of, split_list
-from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.cli.demo import minilm_folder
 from recipes.common.commands import check_known, existing, new_app, option
 from recipes.common.memory import ROOT
 

@@ -15,34 +15,8 @@ All functions except those for errors build dense float64 matrices. They are for
 sizes that do not fit in memory or take hours are refused. No gradient flows through any function of this module.
 """
 
-from hf_efficient_attn.analysis.matrices import (
-    AttentionError,
-    attention_error,
-    exact_output,
-    near_field_pairs,
-    relative_error,
-    residual_matrix,
-    softmax_matrix,
-)
-from hf_efficient_attn.analysis.sparsity import (
-    OrderRatios,
-    head_to_tail,
-    order_statistics_ratio,
-    singular_values,
-    stable_rank,
-)
+from hf_efficient_attn.analysis import matrices, sparsity
+from hf_efficient_attn.analysis.matrices import *  # noqa: F403
+from hf_efficient_attn.analysis.sparsity import *  # noqa: F403
 
-__all__ = [
-    "AttentionError",
-    "OrderRatios",
-    "attention_error",
-    "exact_output",
-    "head_to_tail",
-    "near_field_pairs",
-    "order_statistics_ratio",
-    "relative_error",
-    "residual_matrix",
-    "singular_values",
-    "softmax_matrix",
-    "stable_rank",
-]
+__all__ = [*matrices.__all__, *sparsity.__all__]

@@ -4,7 +4,6 @@ Parts of `hea.analysis`. Matrices that do not fit in memory are refused.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,16 @@ from hf_efficient_attn.methods import (
     method_info,
     naive_attention,
 )
+
+__all__ = [
+    "AttentionError",
+    "attention_error",
+    "exact_output",
+    "near_field_pairs",
+    "relative_error",
+    "residual_matrix",
+    "softmax_matrix",
+]
 
 # Largest number of entries of a dense matrix, all heads together: 4 GiB of float64.
 _MAX_ENTRIES = 1 << 29
@@ -244,12 +253,8 @@ def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
         )
     exact = exact.double()
     difference = approximate.double() - exact
-
-    def ratio(norm: Callable[[Tensor], Tensor]) -> Tensor:
-        error = norm(difference)
-        return torch.where(error == 0, 0.0, error / norm(exact))
-
-    return AttentionError(ratio(operator_norm), ratio(torch.linalg.matrix_norm))
+    norms = ((norm(difference), norm(exact)) for norm in (operator_norm, torch.linalg.matrix_norm))
+    return AttentionError(*(torch.where(error == 0, 0.0, error / size) for error, size in norms))
 
 
 @torch.no_grad()

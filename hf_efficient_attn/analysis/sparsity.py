@@ -14,6 +14,8 @@ from torch import Tensor
 from hf_efficient_attn.analysis.matrices import check_dense, operator_norm
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
+__all__ = ["OrderRatios", "head_to_tail", "order_statistics_ratio", "singular_values", "stable_rank"]
+
 # Largest size of a kernel matrix, and largest shorter side of a matrix to decompose: some minutes on one core.
 _MAX_TOKENS = 4096
 # Entries of the kernel matrices that are computed at a time (chunked over heads): 256 MiB of float64.

@@ -64,7 +64,7 @@ def analyze(
     from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
     from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
     from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.timing import describe, use_threads
+    from hf_efficient_attn.evaluation.timing import describe
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     if output is not None:
@@ -98,8 +98,7 @@ def analyze(
         max_error=next((limit for limit in (calibrate, max_error) if limit is not None), 0.2),
         per_layer=calibrate is not None,
     )
-    with use_threads(threads):
-        result, status = common.until_interrupted(work)
+    result, status = common.until_interrupted(work, threads)
 
     def with_command(config: pathlib.Path | None) -> dict[str, Any]:
         return {**result, "command": _apply_command(source, result, config)}

@@ -75,7 +75,6 @@ def benchmark(
     from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
-    from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.hub.card import Facts, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
@@ -92,8 +91,7 @@ def benchmark(
     given = (source, chosen or None, common.parse_lengths(lengths) or None)
     options: dict[str, Any] = {"data": data, "procedure": report.procedure, "allow_pickle": allow_pickle}
     options["execution"] = report.execution(minutes)
-    with use_threads(threads):
-        result, status = common.until_interrupted(lambda: benchmark_checkpoint(*given, **options))
+    result, status = common.until_interrupted(lambda: benchmark_checkpoint(*given, **options), threads)
     # A published card does not lose its measurements because of Ctrl-C.
     is_kept = card and status != 0
     written: list[pathlib.Path] = []
@@ -113,7 +111,6 @@ class Report:
 
     def __init__(self, procedure: "Procedure", *, is_silent: bool) -> None:
         self.procedure, self._is_silent = procedure, is_silent
-        self._table: common.LiveTable | None = None
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
 
     def execution(self, minutes: float | None) -> "Execution":
@@ -131,6 +128,8 @@ class Report:
         methods = f"{', '.join(labels)} against exact attention (sdpa)"
         typer.echo(f"{result['source']} on {result['data']['name']}: {methods}\n{describe(result['machine'])}\n")
         chunks = [] if result["chunk"] is None else [chunk_label(result["chunk"])]
+        # "cosine", "ratio" (of perplexities) or "top1".
+        self._agreement = str(result["agreement"]).removeprefix("perplexity_")
         columns = [
             ("tokens", 6, "length", "{}"),
             ("attention", max(map(len, ["sdpa", *labels, *chunks])), "attention", "{}"),
@@ -140,7 +139,7 @@ class Report:
             ("error", 6, "error", "{:.3f}"),
             ("output", 6, "output_error", "{:.3f}"),
             ("perplexity", 10, "perplexity", "{:.5g}"),
-            (_title(result), 6, "agreement", "{:.4f}"),
+            (self._agreement, 6, "agreement", "{:.4f}"),
             ("first tok", 9, "first_token_seconds", "{:.3f}"),
             ("tok/s", 6, "tokens_per_second", "{:.1f}"),
         ]
@@ -149,12 +148,11 @@ class Report:
         if task != "causal-lm" or self.procedure.new_tokens < 2:
             absent |= {"first_token_seconds", "tokens_per_second"}
         self._columns = [column for column in columns if column[2] not in absent]
+        titles, widths, *_ = zip(*self._columns, strict=True)
+        self._table = common.LiveTable(titles, widths, left=["attention"])
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
-        if self._table is None:
-            titles, widths, *_ = zip(*self._columns, strict=True)
-            self._table = common.LiveTable(titles, widths, left=["attention"])
         self._table.add([None if row[key] is None else form.format(row[key]) for *_, key, form in self._columns])
 
     def conclude(self, result: dict[str, Any], *more: str) -> None:
@@ -174,7 +172,7 @@ class Report:
             "output_error": "output: relative error of the model's last hidden states (Frobenius norm), through all "
             "layers.",
             "perplexity": f"perplexity: {_PERPLEXITY.get(task)}.",
-            "agreement": f"{_title(result)}: {_AGREEMENT[task]}, over {rows} input{'s' * (rows > 1)} of "
+            "agreement": f"{self._agreement}: {_AGREEMENT[task]}, over {rows} input{'s' * (rows > 1)} of "
             f"{result['data']['name']}.",
             "tokens_per_second": "first tok: seconds to the first generated token. tok/s: tokens per second after it, "
             f"with a cache{of_batch and ', all inputs together'}. The new tokens are the last ones of the length.",
@@ -182,8 +180,3 @@ class Report:
         explained = [meanings[key] for *_, key, _ in self._columns if key in meanings]
         sentences = [*result["notes"], *result["summary"], result["recommendation"], *more]
         typer.echo("\n".join(["", *explained, "", *filter(None, sentences)]))
-
-
-def _title(result: dict[str, Any]) -> str:
-    """The title of the column of the agreement: "cosine", "ratio" (of perplexities) or "top1"."""
-    return str(result["agreement"]).removeprefix("perplexity_")

@@ -209,17 +209,19 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
     sys.exit(run(application, arguments, name))
 
 
-def until_interrupted(work: Callable[[], ResultT]) -> tuple[ResultT, int]:
+def until_interrupted(work: Callable[[], ResultT], threads: int | None) -> tuple[ResultT, int]:
     """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
 
-    `work` raises `evaluation.progress.Interrupted` with the partial result. The command shows the result and ends with
-    `typer.Exit(status)`. If nothing is complete, it ends with an error that says so. Returns the result or the partial
-    result, and the exit status: 0 or 130.
+    `threads` is the value of --threads. `work` raises `evaluation.progress.Interrupted` with the partial result. The
+    command shows the result and ends with `typer.Exit(status)`. If nothing is complete, it ends with an error that says
+    so. Returns the result or the partial result, and the exit status: 0 or 130.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
+    from hf_efficient_attn.evaluation.timing import use_threads
 
     try:
-        return work(), 0
+        with use_threads(threads):
+            return work(), 0
     except Interrupted as interruption:
         return interruption.result, 130
     except KeyboardInterrupt:
@@ -297,10 +299,10 @@ def _rule(columns: Iterable[tuple[str, int]]) -> str:
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table whose columns are aligned to the left; None is an empty cell."""
-    lines = [headers, *rows]
-    texts = [["" if cell is None else str(cell) for cell in line] for line in lines]
+    texts = [["" if cell is None else str(cell) for cell in line] for line in (headers, *rows)]
     columns = [("<", max(map(len, cells))) for cells in zip(*texts, strict=True)]
-    return "\n".join([_row(headers, columns), _rule(columns), *(_row(line, columns) for line in lines[1:])])
+    first, *others = (_row(line, columns) for line in texts)
+    return "\n".join([first, _rule(columns), *others])
 
 
 def split_list(values: Iterable[str]) -> list[str]:
@@ -319,15 +321,13 @@ def parse_lengths(values: Iterable[str]) -> list[int]:
 
 
 def parse_pair(text: str) -> tuple[str, Any]:
-    """Parse key=value, the value as JSON if it is that."""
+    """Parse key=value, the value as `parse_value` does."""
+    from hf_efficient_attn.io.json import parse_value
+
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise UnsupportedAttentionError(f"{text!r} sets no hyperparameter; write key=value")
-    try:
-        # JSON has no numbers such as .05.
-        return key.strip(), float(value) if value.lstrip("+-").startswith(".") else json.loads(value)
-    except ValueError:
-        return key.strip(), value
+    return key.strip(), parse_value(value)
 
 
 def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict[str, MethodConfig]":

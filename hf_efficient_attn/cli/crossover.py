@@ -53,8 +53,7 @@ def crossover(
         return
     typer.echo(f"{machine}\n")
     # Of a length that no text has it is enough to know that.
-    cells = [[n if n <= _LONGEST else f">{_LONGEST}" for n in one] for one in found.values()]
-    lines = [[name, *both] for name, both in zip(found, cells, strict=True)]
+    lines = [[name, *(n if n <= _LONGEST else f">{_LONGEST}" for n in one)] for name, one in found.items()]
     typer.echo(common.table(["calls", "small", "large"], lines))
     small, large = (size // 64 for size in (lengths.SMALL_DIM, lengths.LARGE_DIM))
     typer.echo("\n" + textwrap.fill(_LEGEND.format(method=method, small=small, large=large), 100))

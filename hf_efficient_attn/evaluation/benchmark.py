@@ -21,20 +21,12 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import (
-    MIN_SPEED_UP,
-    UNSTEADY,
-    Timing,
-    check_memory,
-    machine,
-    memory_errors,
-    use_device,
-)
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
@@ -107,7 +99,7 @@ def benchmark_checkpoint(
     execution, procedure = execution or Execution(), procedure or Procedure()
     if not lengths and execution.minutes is None:
         execution = dataclasses.replace(execution, minutes=_DEFAULT_MINUTES)
-    with memory_errors("give shorter lengths or a smaller batch"):
+    with timing.memory_errors("give shorter lengths or a smaller batch"):
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         model = load_model(checked).eval()
         task, own = task_of(model), own_settings(model)
@@ -118,7 +110,7 @@ def benchmark_checkpoint(
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:
-            check_memory(model, longest, procedure.batch)
+            timing.check_memory(model, longest, procedure.batch)
         file = None if data is None else pathlib.Path(data)
         wanted = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
         inputs = ModelData(model, checked.folder, file, longest=longest, rows=wanted, shorter=lengths is None)
@@ -142,7 +134,7 @@ def benchmark_checkpoint(
                 "format": FORMAT,
                 "source": checked.title,
                 "task": task,
-                "machine": machine(model),
+                "machine": timing.machine(model),
                 "data": {"name": inputs.name, "rows": inputs.rows},
                 "agreement": AGREEMENT.get(task, "top1"),
                 "labels": list(settings),
@@ -157,7 +149,7 @@ def benchmark_checkpoint(
         execution.on_begin(result())
         with (
             partial_result(lambda: result() if rows else None),
-            use_device(model.device),
+            timing.use_device(model.device),
             contextlib.closing(carry_out(plan, execution)) as steps,
         ):
             for step in steps:
@@ -218,7 +210,7 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
     if not data.is_real:
         notes.append("The data are generated: random pixels. Time and memory are measured, but no errors.")
     if any(timing_of(row).unsteady for row in rows):
-        notes.append(UNSTEADY)
+        notes.append(timing.UNSTEADY)
     if chunk is not None and any(row["attention"] == chunk_label(chunk) for row in rows):
         notes.append(
             f"{chunk_label(chunk)}: exact attention within pieces as long as the model's positions, and the mean of "
@@ -228,10 +220,10 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
     return notes
 
 
-def timing_of(row: Mapping[str, Any]) -> Timing:
+def timing_of(row: Mapping[str, Any]) -> timing.Timing:
     """The times of a row of "measurements"."""
     ratio, low, high = row["speed_up"], row["speed_up_min"], row["speed_up_max"]
-    return Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
+    return timing.Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
 
 
 def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
@@ -261,7 +253,7 @@ def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
             low, high = last.range
             sentences.append(
                 f"{label} does not pay off: {about} ({low:.2f} to {high:.2f} in the rounds), and less than "
-                f"{MIN_SPEED_UP} in any of them is no gain."
+                f"{timing.MIN_SPEED_UP} in any of them is no gain."
             )
     return {"pays_from": pays_from, "summary": sentences, **_recommend([*itertools.chain(*rows_of.values())])}
 
@@ -276,7 +268,7 @@ def _recommend(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     where = f"Recommended at {compared} tokens: "
     faster = [row for row in rows if timing_of(row).is_gain]
     if not faster:
-        why = f"because no method is at least {MIN_SPEED_UP} times as fast in each round."
+        why = f"because no method is at least {timing.MIN_SPEED_UP} times as fast in each round."
         return {"recommended": EXACT, "recommendation": f"{where}exact attention ({EXACT}), {why}"}
     good = [row for row in faster if row["error"] <= _MAX_ERROR]
     if good:

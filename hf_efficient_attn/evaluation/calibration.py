@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
+from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -24,7 +25,6 @@ from hf_efficient_attn.evaluation.capture import (
     summarize_attention,
 )
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
-from hf_efficient_attn.evaluation.timing import Timing, calls_to_time, summary, time_calls
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
@@ -118,7 +118,7 @@ def calibrate(
             where there are fewer); a method with learned parameters; a budget too small for a method; no budget below
             the length of the longest sequence; or no candidate that is accepted in any layer.
     """
-    check_max_error(max_error)
+    check_positive("max_error", max_error, is_count=False)
     if isinstance(batches, (Mapping, Tensor, str)) or not isinstance(batches, Iterable):
         given = "a batch itself" if isinstance(batches, (Mapping, Tensor)) else shown(batches)
         raise UnsupportedAttentionError(f"batches must be a list or another iterable of batches, not {given}")
@@ -207,13 +207,7 @@ def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> Eff
     return EfficientAttentionConfig(layers=mix, calibrated_length=calibrated_length)
 
 
-def _method_in(call: Call, settings: EfficientAttentionConfig) -> MethodConfig | None:
-    """The method that computes a call in a model with `settings`; None for exact attention."""
-    config = settings.for_layer(call.location.layer, call.name)
-    return None if config is None or call.why_exact(config) is not None else config
-
-
-def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> Timing:
+def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
     It is the first of the batch. Projections and other parts of the model are not included. Layers that stay exact are.
@@ -221,15 +215,15 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
     def visit(call: Call) -> None:
-        config, one = _method_in(call, settings), call.row(0)
+        config, one = call.chosen(settings.for_layer(call.location.layer, call.name)), call.row(0)
         works = [one.compute_exact if config is None else functools.partial(one.compute, config), one.compute_exact]
-        numbers = [calls_to_time(work) for work in works]
-        seconds.append([[*map(time_calls, works, numbers)] for _ in range(_ROUNDS)])
+        numbers = [timing.calls_to_time(work) for work in works]
+        seconds.append([[*map(timing.time_calls, works, numbers)] for _ in range(_ROUNDS)])
 
     with capture_attention(model, visit):
         forward(model, batch)
     own, exact = torch.tensor(seconds).sum(0).T.tolist()
-    return summary(list(zip(own, exact, strict=True)))
+    return timing.summary(list(zip(own, exact, strict=True)))
 
 
 def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
@@ -240,7 +234,7 @@ def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAtte
     """
 
     def compute(call: Call) -> Tensor:
-        config = _method_in(call, settings)
+        config = call.chosen(settings.for_layer(call.location.layer, call.name))
         return exact_output(call) if config is None else call.compute(config)
 
     states = []
@@ -256,12 +250,6 @@ def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAtte
         states.append(found.double())
     error: float = ((states[1] - states[0]).norm() / states[0].norm()).item()
     return error
-
-
-def check_max_error(max_error: float) -> None:
-    """Raise `UnsupportedAttentionError` if a limit of the error is not a positive number."""
-    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
-        raise UnsupportedAttentionError(f"max_error={max_error!r} must be a number above 0, such as 0.1")
 
 
 def _size(batch: Batch) -> int:

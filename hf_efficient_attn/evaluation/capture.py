@@ -82,6 +82,10 @@ class Call(NamedTuple):
         tensors = {name: getattr(self, name)[one] for name in ("query", "key", "value", "exact")}
         return self._replace(**tensors, key_mask=key_mask)
 
+    def chosen(self, config: MethodConfig | None) -> MethodConfig | None:
+        """The method that computes the call in a model whose layer has `config`; None for exact attention."""
+        return None if config is None or self.why_exact(config) is not None else config
+
     def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
         """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
@@ -89,7 +93,7 @@ class Call(NamedTuple):
         are those that the method has learned; None for the values that a conversion starts from.
         """
         shape, valid = self.query.shape[:2], None
-        if self.why_exact(config) is not None:
+        if self.chosen(config) is None:
             return torch.zeros(shape, dtype=torch.float64)
         if self.key_mask is not None and self.query.shape[2] == self.key.shape[2]:
             valid = self.key_mask.repeat_interleave(shape[1], 0)
@@ -230,8 +234,8 @@ def capture_attention(
         ALL_ATTENTION_FUNCTIONS.pop(_NAME)
 
 
-def forward(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on one batch: a mapping of its arguments, or a tensor of its main input."""
+def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
+    """Run the model on one batch, a mapping of its arguments or a tensor of its main input, with other arguments."""
     root = transformers_models(model)[0]
     batch = {root.main_input_name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping) or not batch:
@@ -240,7 +244,7 @@ def forward(model: nn.Module, batch: Batch) -> Any:
             f"model's main input; got {type(batch).__name__}"
         )
     device = next(model.parameters()).device
-    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items()}
+    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**batch, **options}.items()}
     if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)

@@ -12,17 +12,9 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
+from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
-from hf_efficient_attn.evaluation.timing import (
-    LONG_SECONDS,
-    calls_to_time,
-    peak_of,
-    summary,
-    time_calls,
-    time_generation,
-    timer,
-)
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
@@ -125,17 +117,17 @@ class LengthComparison:
     def measure(self, label: str) -> dict[str, Any]:
         """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements"."""
         procedure, (model, settings, chunk) = self._procedure, self._variants[label]
-        (work, inputs), begin, peak = self._pass(label, 0), timer(), None
+        (work, inputs), begin, peak = self._pass(label, 0), timing.timer(), None
         if procedure.memory:
-            peak = peak_of(work, model.device)
+            peak = timing.peak_of(work, model.device)
         else:
             work()
-        first = timer() - begin
-        calls = calls_to_time(work, first)
+        first = timing.timer() - begin
+        calls = timing.calls_to_time(work, first)
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
-        is_timed = first > LONG_SECONDS and peak is None and model.device.type == "cpu"
+        is_timed = first > timing.LONG_SECONDS and peak is None and model.device.type == "cpu"
         # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
-        is_once = first > LONG_SECONDS and (label == EXACT or chunk is not None)
+        is_once = first > timing.LONG_SECONDS and (label == EXACT or chunk is not None)
         rounds = 1 if is_once else procedure.rounds
         seconds: list[float] = []
         answers: list[Answer] = []
@@ -143,7 +135,7 @@ class LengthComparison:
             if index:
                 work, inputs = self._pass(label, index)
             if index < rounds:
-                seconds.append(first if is_timed and not index else time_calls(work, calls))
+                seconds.append(first if is_timed and not index else timing.time_calls(work, calls))
             else:
                 work()
             answer = answer_of(self._data.task, inputs, *self._kept) if index < self._batches else None
@@ -160,17 +152,17 @@ class LengthComparison:
         else:
             before = self._exact_seconds
             if chunk is None:  # nothing follows the chunks
-                self._exact_seconds = time_calls(self._pass(EXACT, 0)[0], self._exact_calls)
+                self._exact_seconds = timing.time_calls(self._pass(EXACT, 0)[0], self._exact_calls)
             # The load of the machine changes between the two times, at a steady pace as far as is known.
             change = (self._exact_seconds - before) / len(seconds)
             pairs = [(one, before + change * (number + 0.5)) for number, one in enumerate(seconds)]
         self._kept = None
-        timing, layers = summary(pairs), self._errors.get(label, [])
+        found, layers = timing.summary(pairs), self._errors.get(label, [])
         values = {} if settings is None else settings.to_dict()
-        first_token, tokens_per_second = None, None
+        generation: tuple[float | None, float | None] = None, None
         if self._data.task == "causal-lm" and 1 < procedure.new_tokens < inputs.tokens:
             prompts = inputs.values["input_ids"][:, : inputs.tokens - procedure.new_tokens]
-            first_token, tokens_per_second = time_generation(model, prompts, procedure.new_tokens, procedure.rounds)
+            generation = timing.time_generation(model, prompts, procedure.new_tokens, procedure.rounds)
         compared = list(zip(answers, self._references, strict=True))
         is_log = self._data.task == "causal-lm"
         return {
@@ -180,10 +172,10 @@ class LengthComparison:
             "length": inputs.tokens,
             "pixels": inputs.pixels,
             "batch": min(procedure.batch, self._data.rows),
-            "seconds": timing.seconds,
-            "speed_up": timing.ratio,
-            "speed_up_min": timing.ratio_min,
-            "speed_up_max": timing.ratio_max,
+            "seconds": found.seconds,
+            "speed_up": found.ratio,
+            "speed_up_min": found.ratio_min,
+            "speed_up_max": found.ratio_max,
             "peak_memory_mib": None if peak is None else peak / 2**20,
             "error": _mean(torch.tensor(layers, dtype=torch.float64)),
             "layer_errors": [error if math.isfinite(error) else None for error in layers],
@@ -192,8 +184,8 @@ class LengthComparison:
                 *(compare(self._data.task, one.compared, exact.compared) for one, exact in compared), is_log=is_log
             ),
             "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
-            "first_token_seconds": first_token,
-            "tokens_per_second": tokens_per_second,
+            "first_token_seconds": generation[0],
+            "tokens_per_second": generation[1],
         }
 
     def _pass(self, label: str, index: int) -> tuple[Callable[[], None], Inputs]:
@@ -285,10 +277,8 @@ def answer_of(task: str, inputs: Inputs, output: Any, states: Tensor | None) -> 
             return None
         guesses = logits[inputs.masked]
         return Answer(guesses.argmax(1), cross_entropy(guesses.float(), inputs.targets, reduction="none"), states)
-    if task == "text-to-text":
-        return Answer(logits.argmax(2).flatten(), None, states)
-    if task == "image-classification":
-        return Answer(logits.argmax(1), None, states)
+    if task in ("text-to-text", "image-classification"):
+        return Answer(logits.argmax(-1).flatten(), None, states)
     targets: Tensor = inputs.values["input_ids"][:, 1:]
     parts = [  # in parts, because the logits in float32 are large
         cross_entropy(part.float().transpose(1, 2), target, reduction="none")

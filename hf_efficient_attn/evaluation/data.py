@@ -110,6 +110,7 @@ class ModelData:
 
     Attributes:
         task, name: see `task_of`, and the name of the data; "generated" for random pixels.
+        is_real: whether the data are not random pixels.
         rows: number of inputs of each length.
         native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
 
@@ -130,6 +131,7 @@ class ModelData:
         self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
         self.name = file.name if file is not None else GENERATED if self.is_image else DOCUMENTATION
+        self.is_real = file is not None or not self.is_image
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
         self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text
@@ -139,11 +141,6 @@ class ModelData:
             self._open_pictures(model, folder, file)
         else:
             self._open_text(folder, file, shorter)
-
-    @property
-    def is_real(self) -> bool:
-        """Whether the data are not random pixels."""
-        return self.name != GENERATED
 
     def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -30,11 +30,8 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
     `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
     kinds = {name: method_info(name).config_class for name in available_methods()}
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind.default_rank is not None and (purpose is None or purpose in kind.default_for)
-    ]
+    ranked = {name: kind.default_for for name, kind in kinds.items() if kind.default_rank is not None}
+    return [name for name, purposes in ranked.items() if purpose is None or purpose in purposes]
 
 
 def default_configs(
@@ -91,13 +88,8 @@ def make_candidates(
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
-        configs = default_configs(
-            "calibrate",
-            is_causal=is_causal,
-            is_rectangular=summary.is_rectangular,
-            takes_pictures=summary.takes_pictures,
-            has_distance_bias=summary.has_distance_bias,
-        )
+        facts = {name: getattr(summary, name) for name in ("is_rectangular", "takes_pictures", "has_distance_bias")}
+        configs = default_configs("calibrate", is_causal=is_causal, **facts)
     else:
         configs = configs_of(methods)
         if not configs:

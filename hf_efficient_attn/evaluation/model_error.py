@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.methods import MethodConfig
-from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.exact import bias_between, mask_bias
 from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
 from hf_efficient_attn.ops.tokens import take
 
@@ -138,8 +138,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         >>> print(error)  # one line for each layer
         >>> error.max()  # of the worst head
     """
-    if num_rows is not None and (isinstance(num_rows, bool) or not isinstance(num_rows, int) or num_rows < 1):
-        raise UnsupportedAttentionError(f"num_rows={num_rows!r} must be an integer of 1 or more, or None for all rows")
+    check_positive("num_rows", 1 if num_rows is None else num_rows)
     roots = transformers_models(model)
     methods = {one.module: one.chosen for root in roots for one in attention_modules(root)}
     if not any(methods.values()):
@@ -149,17 +148,13 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         )
     errors: list[LayerError] = []
 
-    def method_in(call: Call) -> MethodConfig | None:
-        method = methods[call.module]
-        return None if method is None or call.why_exact(method) is not None else method
-
     def compute(call: Call) -> Tensor:
-        if (method := method_in(call)) is None:
+        if (method := call.chosen(methods[call.module])) is None:
             return exact_output(call)
         return call.compute(method, required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:
-        method, sequences = method_in(call), call.sequences
+        method, sequences = call.chosen(methods[call.module]), call.sequences
         if not sequences:
             return
         estimate = bound = torch.zeros(len(sequences), call.query.shape[1], dtype=torch.float64)
@@ -218,18 +213,12 @@ def exact_rows(
     distance, as in `distance_bias`. With `is_causal` the queries are the last Nq positions and attend to the keys up to
     their own position. The output is 0 for queries without a key.
     """
+    keys, outs = torch.arange(key.shape[1], device=key.device).view(1, 1, -1), []  # (1, 1, Nk)
+    valid = torch.ones_like(keys, dtype=torch.bool) if key_mask is None else key_mask[:, None]
     position = rows.queries + (key.shape[1] - query.shape[1] if is_causal else 0)
-    outs = []
-    for part, at in zip(take(query, rows.queries).split(_ROWS, 1), position.split(_ROWS, 1), strict=True):
-        scores, distance = scale * part @ key.mT, torch.arange(key.shape[1], device=key.device) - at[..., None]
+    for part, at in zip(take(query, rows.queries).split(_ROWS, 1), position[:, None].split(_ROWS, 2), strict=True):
+        bias = mask_bias(valid & (keys <= at.mT) if is_causal else valid, query.dtype).unsqueeze(1)
         if table is not None:
-            largest = table.shape[1] // 2
-            index = distance.clamp(-largest, largest) + largest
-            scores = scores + table.to(scores.dtype).gather(1, index.flatten(1)).view(index.shape)
-        if is_causal:
-            scores = scores.masked_fill(distance > 0, -torch.inf)
-        if key_mask is not None:
-            scores = scores.masked_fill(~key_mask[:, None], -torch.inf)
-        is_empty = scores.amax(2, keepdim=True) == -torch.inf
-        outs.append(scores.softmax(2).masked_fill(is_empty, 0.0) @ value)
+            bias = bias + bias_between(table.to(bias.dtype), at, keys)
+        outs.append(attend(part[:, None], key[:, None], value[:, None], bias, scale=scale).out[:, 0])
     return torch.cat(outs, 1)

@@ -1,7 +1,6 @@
 """Time and memory of function calls, and the machine on which they are measured.
 
-Inputs that do not fit in memory are refused before the work where that is certain, and one clear error otherwise. Every
-measured call runs between two calls of a reference, so that slow changes in the load of the machine cancel.
+Inputs that do not fit in memory are refused before the work where that is certain, and one clear error otherwise.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import os
 import pathlib
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,24 +88,6 @@ def calls_to_time(work: Work, first: float | None = None) -> int:
     return 1 if first > LONG_SECONDS else max(1, min(50, round(0.1 / max(1e-9, time_calls(work)))))
 
 
-def paired(reference: Work, calls: Mapping[str, Work], rounds: int) -> tuple[Timing, dict[str, Timing]]:
-    """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
-
-    Returns the timing of the reference, and label -> timing of the call.
-    """
-    number = calls_to_time(reference)
-    numbers = {label: calls_to_time(call) for label, call in calls.items()}
-    times: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
-    references = []
-    for _ in range(rounds):
-        references.append(time_calls(reference, number))
-        for label, call in calls.items():
-            taken = time_calls(call, numbers[label])
-            references.append(time_calls(reference, number))
-            times[label].append((taken, statistics.fmean(references[-2:])))
-    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
-
-
 def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
     """Medians of pairs (seconds of a call, seconds of its reference)."""
     ratios = [reference / taken for taken, reference in pairs]
@@ -162,13 +142,6 @@ def use_threads(count: int | None) -> Iterator[None]:
 def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make an accelerator the current device within the context, so that the clock waits for its work."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
-
-
-def peak_bytes() -> int:
-    """Largest resident memory of this process so far; on Linux at least the peak of the process that started it."""
-    import resource  # not available on Windows
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_of(work: Work, device: torch.device | None = None) -> int | None:

@@ -1,5 +1,7 @@
 """Reading and writing JSON files. What cannot be read is refused with the name of the file."""
 
+import ast
+import contextlib
 import json
 import pathlib
 from typing import Any
@@ -40,6 +42,14 @@ def as_object(values: Any, where: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UnsupportedAttentionError(f"{where}: a JSON object is expected, not {type(values).__name__}")
     return values
+
+
+def parse_value(text: str) -> Any:
+    """The value of a text on a command line: a number, list, Boolean or null as JSON or Python writes it, or itself."""
+    for parse in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError):
+            return parse(text)
+    return text
 
 
 def encode_json(value: Any) -> bytes:

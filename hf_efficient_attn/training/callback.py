@@ -69,7 +69,6 @@ class UptrainingCallback(TrainerCallback):
     ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
-        self._batches = distillation_batches
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
@@ -84,9 +83,8 @@ class UptrainingCallback(TrainerCallback):
 
     def _before_loading(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
         """Switch the model to the stage of the weights that are about to be loaded, if they tell which one it is."""
+        use_new_names(module, state_dict, prefix)
         names = {name for name in module.state_dict() if f".{NAME}." not in name}
-        if isinstance(module, PreTrainedModel):
-            _use_new_names(module, names, state_dict, prefix)
         shapes = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
         given = {name: shape for name, shape in shapes.items() if f".{NAME}." in name}
         if given == switch.learned_layout(module) or 2 * len(names & shapes.keys()) < len(names):
@@ -135,12 +133,15 @@ class UptrainingCallback(TrainerCallback):
             self.schedule.step(kwargs["model"], None, int(best[1]) - 1)
 
 
-def _use_new_names(model: PreTrainedModel, names: set[str], state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
     """Rename, in place, weights that `save_pretrained` stored under names of older Transformers versions (as for ViT).
 
     `from_pretrained` accepts both. Resumption in Trainer loads a file as it is, warns that all layers are missing, and
-    continues with the current weights.
+    continues with the current weights, unless this is a `load_state_dict` pre-hook of the model.
     """
+    if not isinstance(model, PreTrainedModel):
+        return
+    names = model.state_dict().keys()
     renamings = [x for x in get_model_conversion_mapping(model) if isinstance(x, WeightRenaming)]
     new = {key: rename_source_key(key.removeprefix(prefix), renamings, [])[0] for key in state_dict}
     if len(names & set(new.values())) > len(names & {key.removeprefix(prefix) for key in state_dict}):

@@ -53,6 +53,7 @@ class TrainingData:
             )
         most = batch_size * (num_batches + _MOST_HELD_OUT)
         self._data = data = ModelData(model, folder, file, longest=longest, rows=most)
+        data.mask_token = None  # no token of a masked language model is masked
         if is_image:
             longest = length or data.native_tokens
             # Sorted files can be sorted by class.
@@ -74,12 +75,8 @@ class TrainingData:
         self.train, self.held_out = range(min(count - held_out, num_batches)), range(count - held_out, count)
 
     def batch(self, number: int) -> dict[str, Any]:
-        """The batch with a number. No token of a masked language model is masked."""
-        inputs = self._data.inputs(self._length, number * self._count, self._count)
-        values = dict(inputs.values)
-        if inputs.masked is not None and inputs.targets is not None:
-            values["input_ids"] = values["input_ids"].masked_scatter(inputs.masked, inputs.targets)
-        return values
+        """The batch with a number."""
+        return self._data.inputs(self._length, number * self._count, self._count).values
 
     def stream(self, seed: int, skip: int = 0) -> Iterator[dict[str, Any]]:
         """The batches to learn from of this process in a random order, epoch after epoch, without the first `skip`."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, shown, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
 from hf_efficient_attn.integration.configs import method_of
@@ -35,7 +35,7 @@ from hf_efficient_attn.integration.models import Snapshot, attention_modules, co
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
-from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Training, batch_stream, check_positive
+from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Training, batch_stream
 
 LOSSES = ("output", "weights", "both")
 # The cross entropy is some nats, and the loss of the output below 1.
@@ -213,7 +213,7 @@ class Distillation(Training):
 
         def visit(call: Call) -> None:
             learned = learned_of(call.module)
-            if learned is None or learned not in self.copies or call.why_exact(learned.method) is not None:
+            if learned is None or learned not in self.copies or call.chosen(learned.method) is None:
                 return
             if call.key.shape[2] <= learned.method.exact_length:
                 return

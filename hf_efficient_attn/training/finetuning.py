@@ -21,10 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, unknown_name
+from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
-from hf_efficient_attn.integration.models import transformers_models
-from hf_efficient_attn.training.steps import LayerLoss, Training, check_positive, learned_parameters
+from hf_efficient_attn.training.steps import LayerLoss, Training, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
 # Outputs of Transformers' models that are tuples of hidden states.
@@ -160,9 +159,7 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]
                 "head, such as AutoModelForCausalLM"
             )
         return {"the logits": logits}
-    name = transformers_models(model)[0].main_input_name
-    inputs = {name: batch} if isinstance(batch, Tensor) else batch
-    outputs = forward(model, {**inputs, "output_hidden_states": True})
+    outputs = forward(model, batch, output_hidden_states=True)
     states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
         raise UnsupportedAttentionError(f"{type(model).__name__} returns no hidden states: use target='logits'")

@@ -1,6 +1,5 @@
 """Up-training schedules: which attention a model uses at which step, and the schedules of the paper."""
 
-import ast
 import dataclasses
 import itertools
 import sys
@@ -14,6 +13,7 @@ from hf_efficient_attn.conversion.convert import choice_of
 from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.io.json import parse_value
 from hf_efficient_attn.methods import available_methods, method_info
 from hf_efficient_attn.training.distillation import DistillationOptions, why_nothing_to_learn
 from hf_efficient_attn.training.switch import Stage, check_stages, is_in_stage, switch_stage
@@ -213,21 +213,13 @@ def _parse_stage(text: str) -> tuple[str, float | int | None, dict[str, Any]]:
     """(attention, end, hyperparameters) from "ATTENTION[,key=value...]:END"."""
     head, _, end = text.rpartition(":")
     name, *pairs = head.split(",")
-    number = None if end == "end" else _parse_value(end)
+    number = None if end == "end" else parse_value(end)
     if not name or any("=" not in pair for pair in pairs) or isinstance(number, str):
         raise UnsupportedAttentionError(
             f"{text!r} is not a stage: write ATTENTION[,key=value...]:END, for example "
             "linformer,projection_dim=64:0.25. END is a share of all steps, a number of steps, or 'end'"
         )
-    return name, number, {key: _parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
-
-
-def _parse_value(text: str) -> Any:
-    """A Boolean or a number if the text is one, otherwise the text."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    return name, number, {key: parse_value(value) for key, value in (pair.split("=", 1) for pair in pairs)}
 
 
 def uptraining_preset(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import LearnedParameters
@@ -180,13 +180,6 @@ def _check_count(count: int) -> None:
             f"there is {'a single' if count else 'no'} batch, and the learned parameters would fit one batch without "
             "generalising: give at least two, better twenty or more, of the kind of data that the model is used on"
         )
-
-
-def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
-    """Refuse a number of something that is not an integer of 1 or more, or another number that is not above 0."""
-    if isinstance(value, bool) or not isinstance(value, int if is_count else (int, float)) or not value > 0:
-        what = "1 or more, an integer" if is_count else "a number above 0"
-        raise UnsupportedAttentionError(f"{name}={shown(value)} must be {what}")
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -138,7 +138,7 @@ def switch_stage(
 
     def compute(call: Call) -> Tensor:
         method, parameters = former.get(call.module, (None, {}))
-        if method is None or call.why_exact(method) is not None:
+        if (method := call.chosen(method)) is None:
             return exact_output(call)
         # Parameters that the model no longer has did not move with it to another device.
         return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)

@@ -10,7 +10,7 @@ Duration: 10 minutes on 2 cores. Expected: the goals in `recipes/common/speed_go
 docs/results.md has the tables.
 
 Speed is a ratio. In every round exact attention runs before and after each method, in the same dtype, with the same
-causality and the same passes, so that slow changes of a busy machine cancel (`hf_efficient_attn.evaluation.timing`).
+causality and the same passes, so that slow changes of a busy machine cancel (`recipes.common.memory.paired`).
 `--check` measures all settings that have a goal, or those that the other options select. Causal measurements omit
 methods without a causal form.
 
@@ -35,18 +35,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import typer
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import Device, main_of, parse_device, parse_dtype, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Timing, paired, time_calls, use_device, use_threads
+from hf_efficient_attn.evaluation.timing import Timing, time_calls, use_device, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
+from recipes.benchmarks.gpu import runs
 from recipes.common import commands
 from recipes.common.counting import compute
 from recipes.common.inputs import capture, open_source
-from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, run_once
+from recipes.common.memory import EXACT, Case, extra_memory, make_inputs, paired, run_once
 from recipes.common.speed_goals import GPU_GOALS, HALF_GOALS, SHORT_GOALS, SPEED_GOALS, Goals
 
 app = commands.new_app()
@@ -102,19 +102,9 @@ def measure(configs: Mapping[str, MethodConfig], case: Case, rounds: int, data: 
     calls = {label: work(config) for label, config in configs.items()}
     with use_device(torch.device(case.device)):
         if case.device != "cpu":
-            calls = {label: call for label, call in calls.items() if _fits(call, f"{label}, {case.length:,} tokens")}
+            calls = {label: call for label, call in calls.items() if runs(call, f"{label}, {case.length:,} tokens")}
         exact, timed = paired(work(None), calls, rounds)
     return {EXACT: exact, **timed}
-
-
-def _fits(call: Callable[[], None], what: str) -> bool:
-    """Whether the memory of an accelerator suffices for a call."""
-    try:
-        call()
-    except torch.OutOfMemoryError:
-        typer.echo(f"{what}: left out, since it does not fit the memory of the device", err=True)
-        return False
-    return True
 
 
 def minilm_layers(case: Case, data: pathlib.Path | None) -> list[tuple[torch.Tensor, ...]]:

@@ -37,9 +37,9 @@ from transformers import AutoTokenizer, BertModel, GPT2LMHeadModel, PreTrainedMo
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_methods
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions

@@ -52,7 +52,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.timing import describe, paired, processor_name, use_threads
+from hf_efficient_attn.evaluation.timing import describe, processor_name, use_threads
 from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
@@ -65,6 +65,7 @@ from recipes.common.inputs import (
     minilm_activations,
     t5_activations,
 )
+from recipes.common.memory import paired
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,10 +34,10 @@ from transformers import AutoModel, BertConfig
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, split_list
-from hf_efficient_attn.evaluation.timing import paired, use_threads
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig, make_config
 from recipes.common import commands
-from recipes.common.memory import EXACT
+from recipes.common.memory import EXACT, paired
 
 app = commands.new_app()
 

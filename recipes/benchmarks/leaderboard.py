@@ -33,12 +33,12 @@ import typer
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.cli import Device, main_of, parse_device, parse_lengths, parse_methods
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.comparison import Procedure
 from hf_efficient_attn.evaluation.data import is_encoder_decoder
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import write_json

@@ -11,7 +11,7 @@ Each method is listed at a budget (`with_budget`: the cost per query of that man
 authors', with the hyperparameters of their script, which do not share one budget. The authors' Reformer is square: on
 BigGAN it runs on four quarters of the queries. Ours takes all 4,096 queries at once, and its 8 rounds of 128 keys cover
 all 1,024 keys, so that it computes exactly. BigGAN omits methods without a rectangular form. Times are ratios of exact
-attention's time to the method's in the same run (`hf_efficient_attn.evaluation.timing`), for a batch of one.
+attention's time to the method's in the same run (`recipes.common.memory.paired`), for a batch of one.
 
 Duration: about a minute on one core. Expected: the table of recipes/README.md.
 """
@@ -27,10 +27,11 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Timing, paired, use_threads
+from hf_efficient_attn.evaluation.timing import Timing, use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.common import commands
 from recipes.common.counting import Operations, compute, count
+from recipes.common.memory import paired
 
 app = commands.new_app()
 

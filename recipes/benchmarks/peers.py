@@ -40,10 +40,10 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.timing import Work, paired, use_threads
+from hf_efficient_attn.evaluation.timing import Work, use_threads
 from hf_efficient_attn.methods import MethodConfig, get_method
 from recipes.common import commands
-from recipes.common.memory import Case, make_inputs, run_once
+from recipes.common.memory import Case, make_inputs, paired, run_once
 
 app = commands.new_app()
 

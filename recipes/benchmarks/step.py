@@ -3,7 +3,7 @@
     python -m recipes.benchmarks.step --length 512,2048,8192
 
 Duration: about 8 minutes on 2 cores. Expected: the table of recipes/README.md. Times are paired with exact attention
-(`hf_efficient_attn.evaluation.timing`). A step is a forward pass, a backward pass and an update with AdamW on one
+(`recipes.common.memory.paired`). A step is a forward pass, a backward pass and an update with AdamW on one
 sequence. The model is a BERT of Transformers with random weights, 4 layers, hidden size 256 and 4 heads of dimension
 64, on random tokens, with the loss of a masked language model on every eighth.
 
@@ -20,10 +20,10 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
-from hf_efficient_attn.evaluation.timing import paired, peak_of, use_threads
+from hf_efficient_attn.evaluation.timing import peak_of, use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.memory import EXACT
+from recipes.common.memory import EXACT, paired
 
 app = commands.new_app()
 METHODS = (

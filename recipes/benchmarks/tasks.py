@@ -40,8 +40,8 @@ from transformers import AutoModelForImageClassification, AutoTokenizer, BertMod
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods import MethodConfig

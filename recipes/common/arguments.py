@@ -4,7 +4,6 @@ Wrong options raise ValueError before the first step. `main_of` turns it into on
 """
 
 import argparse
-import ast
 import dataclasses
 import os
 import pathlib
@@ -26,6 +25,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.cli import parse_methods
 from hf_efficient_attn.errors import did_you_mean, unknown_name
 from hf_efficient_attn.integration.layers import parse_layers
+from hf_efficient_attn.io.json import parse_value
 from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common.reporting import METRICS, PICTURE
@@ -50,16 +50,13 @@ def samples(what: str) -> Any:
 
 
 def key_values(option: str, entries: Sequence[str]) -> dict[str, Any]:
-    """Parse KEY=VALUE entries of an option. A value is a Python literal, true, false, null, or otherwise text."""
-    names, found = {"true": True, "false": False, "null": None}, {}
+    """Parse KEY=VALUE entries of an option, the values as `parse_value` does."""
+    found = {}
     for entry in entries:
         key, equals, value = entry.partition("=")
         if not (key and equals and value):
             raise ValueError(f"{option} {entry!r} must have the form key=value")
-        try:
-            found[key] = names[value] if value in names else ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            found[key] = value
+        found[key] = parse_value(value)
     return found
 
 

@@ -29,7 +29,6 @@ from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import capture_attention
-from hf_efficient_attn.evaluation.timing import paired
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, method_info
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, class_index, truncated_noise
@@ -37,6 +36,7 @@ from recipes.common.arguments import for_length
 from recipes.common.counting import compute, count
 from recipes.common.data import images
 from recipes.common.data.image_tensors import Evaluation, Norm, preprocessor_settings
+from recipes.common.memory import paired
 
 _LINE_HEIGHT = 12  # pixels of a line of text
 _GAP = 2

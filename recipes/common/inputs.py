@@ -22,9 +22,9 @@ from transformers import (
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.reading import read_text, special_tokens
 from hf_efficient_attn.ops.exact import biased_exact
 from recipes.common.commands import existing

@@ -1,18 +1,39 @@
-"""Self-attention on random inputs, which the benchmarks time, and its extra memory."""
+"""What the benchmarks measure: times next to those of a reference, and self-attention on random inputs."""
 
 import contextlib
 import pathlib
+import statistics
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation.timing import peak_of
+from hf_efficient_attn.evaluation.timing import Timing, Work, calls_to_time, peak_of, summary, time_calls
 from hf_efficient_attn.integration.settings import EXACT as EXACT
 from hf_efficient_attn.methods import MethodConfig
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def paired(reference: Work, calls: Mapping[str, Work], rounds: int) -> tuple[Timing, dict[str, Timing]]:
+    """Measure the time of a reference, and of every call between two runs of the reference, in several rounds.
+
+    So slow changes in the load of the machine cancel. Returns the timing of the reference, and label -> timing of the
+    call.
+    """
+    number = calls_to_time(reference)
+    numbers = {label: calls_to_time(call) for label, call in calls.items()}
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in calls}
+    references = []
+    for _ in range(rounds):
+        references.append(time_calls(reference, number))
+        for label, call in calls.items():
+            taken = time_calls(call, numbers[label])
+            references.append(time_calls(reference, number))
+            times[label].append((taken, statistics.fmean(references[-2:])))
+    return summary([(x, x) for x in references]), {label: summary(pairs) for label, pairs in times.items()}
 
 
 class Case(NamedTuple):

@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.evaluation.timing import peak_bytes
 from hf_efficient_attn.training.callback import is_complete
 from recipes.common.arguments import STATE, AttentionArguments, RecipeArguments
 from recipes.common.reporting import about_run, switches_of, write_report
@@ -161,7 +160,7 @@ def run_and_report(
             trainer.add_callback(_SwitchWarmup(attention.switch_warmup_steps))
         figures = dict(trainer.train(resume_from_checkpoint=_checkpoint(args)).metrics)
         cuda = args.device.type == "cuda"
-        peak = torch.tensor([torch.cuda.max_memory_allocated(args.device) if cuda else peak_bytes()])
+        peak = torch.tensor([torch.cuda.max_memory_allocated(args.device) if cuda else _peak_bytes()])
         figures |= _evaluate(trainer, evaluate)
         trainer.save_model()
         trainer.save_state()
@@ -192,6 +191,13 @@ def run_and_report(
         write_report(report, trainer.state.log_history, args.output_dir, metric)
     trainer.accelerator.wait_for_everyone()
     return report
+
+
+def _peak_bytes() -> int:
+    """Largest resident memory of this process so far; on Linux at least the peak of the process that started it."""
+    import resource  # not available on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:

@@ -36,8 +36,8 @@ import yaml
 from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, table
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import read_json_object
 from recipes.common.commands import Data, Picture, data_folder, new_app, option, save
 from recipes.common.memory import ROOT

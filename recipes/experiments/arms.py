@@ -40,9 +40,9 @@ from transformers.optimization import get_linear_schedule_with_warmup
 import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, table
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
-from hf_efficient_attn.evaluation.demo import minilm_folder
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions

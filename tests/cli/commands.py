@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from converted import save, tokenizer_for  # noqa: F401 (for the tests)
 from hf_efficient_attn import cli
-from hf_efficient_attn.evaluation import calibration, comparison, pictures, timing
+from hf_efficient_attn.evaluation import pictures, timing
 from hf_efficient_attn.training import distill_checkpoint
 from tiny_models import tiny_model
 
@@ -98,8 +98,7 @@ def same(first, second) -> bool:
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
     """Time single calls, which otherwise are repeated for a tenth of a second, and draw only for tests of `figures`."""
-    for module in (calibration, comparison, timing):
-        monkeypatch.setattr(module, "calls_to_time", lambda work, first=None: 1)
+    monkeypatch.setattr(timing, "calls_to_time", lambda work, first=None: 1)
     drawings = [(pictures, "draw_benchmark"), (pictures, "draw_analysis"), (distill_checkpoint, "_draw")]
     for module, name in drawings if "figures" not in request.fixturenames else ():
         monkeypatch.setattr(module, name, lambda result, path: path.write_bytes(b""))

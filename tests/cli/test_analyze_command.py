@@ -195,7 +195,7 @@ def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys,
     def in_layer_1(call, *rest):
         return interrupt() if call.layer == 1 else errors(call, *rest)
 
-    result = interrupted_in(analyze, "measure_speed", interrupt)
+    result = interrupted_in(calibration, "measure_speed", interrupt)
     assert (result["complete"], result["left_out"]) == (True, [])
     assert result["calibrated"] is not None and result["recommended"]["speed_up"] is None
     result = interrupted_in(capture.Call, "errors", in_layer_1)

@@ -456,7 +456,7 @@ def test_number_of_passes(made, text, monkeypatch):
         return run_model(task, model, inputs)
 
     monkeypatch.setattr(comparison, "run_model", count)
-    monkeypatch.setattr(comparison, "LONG_SECONDS", 0.0)  # all passes are long
+    monkeypatch.setattr(timing, "LONG_SECONDS", 0.0)  # all passes are long
     methods = {name: make_config(name, **SMALL[name]) for name in ("kdeformer", "longformer")}
     assert bench(made("bert"), methods, [40], data=text, rounds=3, rows=4)["data"]["rows"] == 4
     # One pass for each text, and of exact attention one after each method.
@@ -466,9 +466,9 @@ def test_number_of_passes(made, text, monkeypatch):
 def test_rounds_are_compared_with_exact_attention_before_and_after(made, text, monkeypatch):
     """Where passes are long, exact attention has one time before and one after: its change is part of the spread."""
     times = iter([2.0, 1.0, 1.0, 6.0])  # exact attention, two rounds of the window, exact attention
-    monkeypatch.setattr(comparison, "LONG_SECONDS", 0.0)
-    monkeypatch.setattr(comparison, "time_calls", lambda work, calls: (work(), next(times))[1])
-    monkeypatch.setattr(comparison, "peak_of", lambda work, device: (work(), 1)[1])
+    monkeypatch.setattr(timing, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "time_calls", lambda work, calls: (work(), next(times))[1])
+    monkeypatch.setattr(timing, "peak_of", lambda work, device: (work(), 1)[1])
     exact, row = bench(made("bert"), WINDOW, [40], data=text, rounds=2, rows=1, memory=True)["measurements"]
     assert (exact["seconds"], row["seconds"]) == (2.0, 1.0)
     assert (row["speed_up_min"], row["speed_up"], row["speed_up_max"]) == (3.0, 4.0, 5.0)

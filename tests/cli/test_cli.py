@@ -21,7 +21,7 @@ from commands import NOTHING_COMPLETE, command, interrupt, refused, run_json, sh
 from each import refuses
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import comparison, defaults, demo
+from hf_efficient_attn.evaluation import comparison, defaults
 from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods import learns
 
@@ -88,7 +88,7 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
     def fail(*arguments):
         raise raised
 
-    monkeypatch.setattr(demo, "minilm_folder", fail)
+    monkeypatch.setattr(cli.demo, "minilm_folder", fail)
     if expected is None:  # a bug is not hidden
         with pytest.raises(KeyError):
             command("demo")
@@ -142,7 +142,7 @@ def test_default_methods():
 
 def test_the_demo(made, tmp_path, monkeypatch, capsys):
     """On a tiny model in place of MiniLM: its tables, a limit of time, and an interruption before the first row."""
-    monkeypatch.setattr(demo, "minilm_folder", lambda: made("bert"))
+    monkeypatch.setattr(cli.demo, "minilm_folder", lambda: made("bert"))
     line = ("demo", "--method", "longformer:window_size=4,linear", "--length")
     out, err = shown(capsys, *line, "512,600")
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in out.splitlines() if line.startswith("| ")]

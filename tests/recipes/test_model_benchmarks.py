@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 import hf_efficient_attn as hea
 from commands import run
 from hf_efficient_attn import cli
-from hf_efficient_attn.evaluation.demo import minilm_folder
+from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError
 from hf_efficient_attn.io.reading import read_text
 from recipes import translation
