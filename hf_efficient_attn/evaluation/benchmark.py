@@ -33,6 +33,7 @@ from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
@@ -298,6 +299,7 @@ def _settings(
     if methods is None and own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
+    adopt(model)
     modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
     kinds = map(type, modules)
     # In an encoder-decoder the conversion checks each layer.

@@ -195,12 +195,15 @@ def _set_implementation(
             for config in models.configs_of(self):
                 config._attn_implementation_internal = attn_implementation
         else:
-            for part in models.models_in(self) if isinstance(attn_implementation, str) else ():
-                # Like a method, the implementation before it is set where the original skips the class.
-                if method_of(part.config) is not None and not part._can_set_attn_implementation():
-                    name = part.get_correct_attn_implementation(str(attn_implementation))
-                    part.config._attn_implementation_internal = name
-            original(self, attn_implementation, *args, **kwargs)
+            parts = models.models_in(self) if isinstance(attn_implementation, str) else []
+            # The original skips these classes, with a warning.
+            skipped = [x for x in parts if method_of(x.config) is not None and not x._can_set_attn_implementation()]
+            for part in skipped:
+                is_eager = attn_implementation == EXACT and not part._supports_sdpa
+                name = part.get_correct_attn_implementation("eager" if is_eager else str(attn_implementation))
+                part.config._attn_implementation_internal = name
+            if not parts or len(skipped) < len(parts):
+                original(self, attn_implementation, *args, **kwargs)
 
     switch([self], change_configs)
 

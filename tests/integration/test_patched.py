@@ -100,9 +100,8 @@ def test_a_refused_switch_and_a_measurement_leave_the_classes():
     settings = hea.calibrate(model, [inputs], max_error=9.0, methods=["longformer"], budgets=[17])
     assert classes(model) == before and not any("config" in vars(m) for m in model.modules() if "Self" in str(type(m)))
     assert hea.attention_error(hea.convert(model, settings), inputs, num_rows=None).max() > 0.01
-    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
-        hea.convert(model, "sdpa")
-    hea.convert(model, "eager")
+    hea.convert(model, "sdpa")  # which such models do not support
+    assert model.config._attn_implementation == "eager"
     assert difference(outputs(model, inputs), expected, inputs["attention_mask"]) == 0
 
 
