@@ -11,7 +11,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import AttentionSummary
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import changed_hyperparameters
-from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 
 _BUDGETS = (32, 64, 128, 256, 512, 1024)
 
@@ -103,6 +103,11 @@ def make_candidates(
         if not configs:
             raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
     check_methods(configs, is_causal, summary.is_rectangular)
+    for config in filter(learns, configs):
+        raise UnsupportedAttentionError(
+            f"{config.method} has learned parameters, and its error before training says nothing about its error after "
+            "it: leave the method out here, convert the model to it and fine-tune"
+        )
     given = _BUDGETS if budgets is None else budgets
     if not isinstance(given, Iterable) or not all(type(columns) is int and columns > 0 for columns in given):
         raise UnsupportedAttentionError(f"budgets={shown(given)} must be a list of integers above 0, such as [64, 128]")
