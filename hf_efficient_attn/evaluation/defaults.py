@@ -91,13 +91,8 @@ def make_candidates(
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
-        configs = default_configs(
-            "calibrate",
-            is_causal=is_causal,
-            is_rectangular=summary.is_rectangular,
-            takes_pictures=summary.takes_pictures,
-            has_distance_bias=summary.has_distance_bias,
-        )
+        facts = ("is_rectangular", "takes_pictures", "has_distance_bias")
+        configs = default_configs("calibrate", is_causal=is_causal, **{x: getattr(summary, x) for x in facts})
     else:
         configs = configs_of(methods)
         if not configs:
