@@ -310,7 +310,7 @@ def _settings(
         methods = {method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
     entries = [entry.config for one in settings.values() for entry in one.entries]
-    check_methods(entries, is_causal, model=f"the {type(model).__name__}", allow_learned=True)
+    check_methods(entries, is_causal, model=f"the {type(model).__name__}")
     for label, one in settings.items():
         if is_pair and len(one.entries) == 1 and one.layers is None:
             settings[label] = EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])

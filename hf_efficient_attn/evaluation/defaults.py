@@ -11,7 +11,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import AttentionSummary
 from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import changed_hyperparameters
-from hf_efficient_attn.methods import MethodConfig, available_methods, make_config, method_info
+from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 
 _BUDGETS = (32, 64, 128, 256, 512, 1024)
 
@@ -30,8 +30,11 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
     `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
     kinds = {name: method_info(name).config_class for name in available_methods()}
-    ranked = {name: kind.default_for for name, kind in kinds.items() if kind.default_rank is not None}
-    return [name for name, purposes in ranked.items() if purpose is None or purpose in purposes]
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind.default_rank is not None and (purpose is None or purpose in kind.default_for)
+    ]
 
 
 def default_configs(
@@ -88,13 +91,18 @@ def make_candidates(
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
-        facts = {name: getattr(summary, name) for name in ("is_rectangular", "takes_pictures", "has_distance_bias")}
-        configs = default_configs("calibrate", is_causal=is_causal, **facts)
+        facts = ("is_rectangular", "takes_pictures", "has_distance_bias")
+        configs = default_configs("calibrate", is_causal=is_causal, **{x: getattr(summary, x) for x in facts})
     else:
         configs = configs_of(methods)
         if not configs:
             raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
     check_methods(configs, is_causal, summary.is_rectangular)
+    for config in filter(learns, configs):
+        raise UnsupportedAttentionError(
+            f"{config.method} has learned parameters, and its error before training says nothing about its error after "
+            "it: leave the method out here, convert the model to it and fine-tune"
+        )
     given = _BUDGETS if budgets is None else budgets
     if not isinstance(given, Iterable) or not all(type(columns) is int and columns > 0 for columns in given):
         raise UnsupportedAttentionError(f"budgets={shown(given)} must be a list of integers above 0, such as [64, 128]")

@@ -82,7 +82,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         if method is not None:
             # A switch could not see this, or has not seen it.
             why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
-            refusals.check_methods([method], is_causal, model=f"{location.name} ({why})", allow_learned=True)
+            refusals.check_methods([method], is_causal, model=f"{location.name} ({why})")
             parameters = required_tensors(module, method, location.name)
             keys = (key.shape[2], mask.keys) if shards is None else (shards.total, shards.key_mask)
             warn_beyond_calibration(settings_of(config, name), *keys)

@@ -21,7 +21,7 @@ from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, names_of
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.methods import MethodConfig, get_method, learns, methods_with
+from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
@@ -172,13 +172,8 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) 
             f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
             f"hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, GPT-2 or Llama"
         )
-    check_methods(
-        [method],
-        is_causal=is_causal,
-        is_rectangular=getattr(found.module, "is_rectangular", False),
-        model=f"{kind} (at {location.name})",
-        allow_learned=True,
-    )
+    is_rectangular = getattr(found.module, "is_rectangular", False)
+    check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})")
     reads_cache = any(base.__name__ == "DiffusionGemmaDecoderTextAttention" for base in attention.__mro__)
     if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
         others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
@@ -189,12 +184,7 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) 
 
 
 def check_methods(
-    configs: Iterable[MethodConfig],
-    is_causal: bool,
-    is_rectangular: bool = False,
-    *,
-    model: str = "the model",
-    allow_learned: bool = False,
+    configs: Iterable[MethodConfig], is_causal: bool, is_rectangular: bool = False, *, model: str = "the model"
 ) -> None:
     """Refuse methods that do not suit a model, with the names of methods that do."""
     for config in configs:
@@ -208,11 +198,6 @@ def check_methods(
             raise UnsupportedAttentionError(
                 f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "
                 f"{', '.join(methods_with('rectangular'))}"
-            )
-        if not allow_learned and learns(config):
-            raise UnsupportedAttentionError(
-                f"{name} has learned parameters, and its error before training says nothing about its error after it: "
-                "leave the method out here, convert the model to it and fine-tune"
             )
 
 

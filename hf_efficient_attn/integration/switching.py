@@ -111,8 +111,7 @@ def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionMod
     tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
         models.hook_once(part, _refuse_call)
-        if found_tables:
-            setattr(part, positions.TABLES, found_tables)
+        setattr(part, positions.TABLES, found_tables)
         for module in part.modules():
             models.adapt_pooling(module)
 

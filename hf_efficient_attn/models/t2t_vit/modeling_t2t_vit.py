@@ -116,6 +116,9 @@ class T2TViTTokensToToken(nn.Module):
         self.config = config
         channels = (config.num_channels, config.token_dim, config.token_dim)
         dims = [c * kernel**2 for c, kernel in zip(channels, config.t2t_kernel_sizes, strict=True)]
+        # A soft split: (B, C, height, width) -> windows (B, C * kernel^2, N).
+        sizes = zip(config.t2t_kernel_sizes, config.t2t_paddings, config.t2t_strides, strict=True)
+        self.splits = nn.ModuleList(nn.Unfold(kernel, 1, padding, stride) for kernel, padding, stride in sizes)
         self.stages = nn.ModuleList(T2TViTTokenStage(config, dims[index], index) for index in range(2))
         self.projection = nn.Linear(dims[2], config.hidden_size)
 
@@ -124,18 +127,12 @@ class T2TViTTokensToToken(nn.Module):
         image = pixel_values
         grids = self.config.grids(*pixel_values.shape[2:])
         for index, stage in enumerate(self.stages):
-            tokens = self.split(image, index)
+            tokens = self.splits[index](image).transpose(1, 2)
             if stage.gradient_checkpointing and self.training and torch.is_grad_enabled() and not tokens.requires_grad:
                 # Reentrant checkpointing computes gradients only if an input of the layer requires one.
                 tokens.requires_grad_()
             image = stage(tokens, **kwargs).transpose(1, 2).unflatten(2, grids[index])
-        return self.projection(self.split(image, 2))
-
-    def split(self, image: Tensor, index: int) -> Tensor:
-        """Soft split: image (B, C, height, width) -> windows (B, N, C * kernel^2)."""
-        sizes = (self.config.t2t_kernel_sizes, self.config.t2t_paddings, self.config.t2t_strides)
-        kernel, padding, stride = (values[index] for values in sizes)
-        return nn.functional.unfold(image, kernel, padding=padding, stride=stride).transpose(1, 2)
+        return self.projection(self.splits[2](image).transpose(1, 2))
 
 
 class T2TViTEmbeddings(FrozenParameters):
