@@ -5,10 +5,10 @@ from typing import Any
 
 from hf_efficient_attn import functional, integration, kernel, methods, models
 from hf_efficient_attn.conversion import convert, extend_positions
+from hf_efficient_attn.conversion.sequence_parallel import sequence_parallel
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.evaluation import crossover
 from hf_efficient_attn.integration.near_far_cache import NearFarCache
-from hf_efficient_attn.integration.sequence_parallel import sequence_parallel
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import (
     MethodConfig,

@@ -19,8 +19,8 @@ from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import first_number, required_tensors
 from hf_efficient_attn.integration.masks import KeyMask, read_mask
 from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
-from hf_efficient_attn.integration.sequence_parallel import shard_attention, shards_of
 from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
+from hf_efficient_attn.integration.shards import shard_attention, shards_of
 from hf_efficient_attn.methods import attention, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 

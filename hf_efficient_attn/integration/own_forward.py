@@ -20,7 +20,7 @@ from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.models import location_of, method_at
 from hf_efficient_attn.integration.refusals import refuse_arguments
-from hf_efficient_attn.integration.sequence_parallel import is_parallel
+from hf_efficient_attn.integration.shards import is_parallel
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 

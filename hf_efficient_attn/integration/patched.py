@@ -1,10 +1,11 @@
 """Attention modules of Transformers that compute their attention themselves, changed to ask the attention interface.
 
 Each class derives from the class of the same name. `switching.adopt` gives a module its class here when a method is
-chosen. The module keeps its parameters, and its forward for attention that is not in the interface ("eager").
+chosen. The module keeps its parameters, and its forward for attention that is not in the interface ("eager"). Shapes:
+W = H * D is the width of the hidden states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +28,20 @@ from hf_efficient_attn.ops.tracing import unwrapped
 
 
 class _Attention(nn.Module):
-    """What the classes share. They return a tuple, as their base classes do."""
+    """What the classes share."""
 
     config: PreTrainedConfig  # of the model; set by `adopt`
     is_causal = False
 
-    def asks_interface(self) -> bool:
-        """Whether the config names a function of the interface."""
-        return self.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the base class, or, with attention of the interface, `_compute` with the same arguments."""
+        uses_interface = self.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
+        return (self._compute if uses_interface else super().forward)(*args, **kwargs)
 
-    def attend(self, heads: Sequence[Tensor], mask: Tensor | None, **kwargs: Any) -> Tensor:
+    def _compute(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _attend(self, heads: Sequence[Tensor], mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attention of queries, keys and values (B, H, N, D) by the function that the config names: (B, N, H, Dv)."""
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         holder: Any = getattr(self, "attention_dropout", getattr(self, "dropout", None))
@@ -45,25 +50,19 @@ class _Attention(nn.Module):
         return out
 
 
-def _split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, N, H * D) -> (B, H, N, D)."""
-    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+def _heads(hidden_states: Tensor, projections: Iterable[nn.Module], head_dim: int) -> list[Tensor]:
+    """Project (B, N, W) to queries, keys and values (B, H, N, D)."""
+    return [project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2) for project in projections]
 
 
 class _BertAttention(_Attention):
     """Attention with projections `query`, `key` and `value`, as BERT has them."""
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """(B, N, H * D) -> (B, N, H * D)."""
-        module: Any = self
-        if not self.asks_interface():
-            return super().forward(hidden_states, attention_mask, *args, **kwargs)
-        states = (module.query(hidden_states), module.key(hidden_states), module.value(hidden_states))
-        heads = self.rotate([_split_heads(x, module.attention_head_size) for x in states], *args, **kwargs)
-        return self.attend(heads, attention_mask).flatten(2), None
+    def _compute(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kw: Any) -> Any:
+        heads = _heads(hidden_states, (self.query, self.key, self.value), self.attention_head_size)
+        return self._attend(self._rotate(heads, *args, **kw), attention_mask).flatten(2), None  # (B, N, W)
 
-    def rotate(self, heads: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-        """Rotate queries, keys and values (B, H, N, D) by their positions; only RoFormer does."""
+    def _rotate(self, heads: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
         return heads
 
 
@@ -80,14 +79,12 @@ class TapasSelfAttention(_BertAttention, modeling_tapas.TapasSelfAttention):
 
 
 class RoFormerSelfAttention(_BertAttention, modeling_roformer.RoFormerSelfAttention):
-    """The layout of BERT, with rotary positions."""
+    """The layout of BERT, with rotary positions for queries and keys and, if the config says so, for values."""
 
-    def rotate(self, heads: list[Tensor], sinusoidal_pos: Tensor | None = None, *args: Any, **kw: Any) -> list[Tensor]:
-        """Rotate queries and keys (B, H, N, D) by their positions, and values if the config says so."""
-        if sinusoidal_pos is None:
-            return heads
-        count = 3 if self.rotary_value else 2
-        return [*self.apply_rotary_position_embeddings(sinusoidal_pos, *heads[:count]), *heads[count:]]
+    def _rotate(self, heads: list[Tensor], sinusoidal_pos: Tensor | None = None, *args: Any, **kw: Any) -> list[Tensor]:
+        count = 0 if sinusoidal_pos is None else 3 if self.rotary_value else 2
+        rotated = self.apply_rotary_position_embeddings(sinusoidal_pos, *heads[:count]) if count else ()
+        return [*rotated, *heads[count:]]
 
 
 class LiltSelfAttention(_Attention, modeling_lilt.LiltSelfAttention):
@@ -98,30 +95,17 @@ class LiltSelfAttention(_Attention, modeling_lilt.LiltSelfAttention):
         """The size of a joined head, D + D_layout."""
         return int(self.attention_head_size + self.attention_head_size // self.channel_shrink_ratio)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        layout_inputs: Tensor,
-        attention_mask: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """(B, N, H * D) and (B, N, H * D_layout) -> the same shapes."""
-        if not self.asks_interface():
-            return super().forward(hidden_states, layout_inputs, attention_mask, *args, **kwargs)
+    def _compute(
+        self, hidden_states: Tensor, layout_inputs: Tensor, attention_mask: Tensor | None = None, *args: Any, **kw: Any
+    ) -> tuple[Tensor, ...]:
         sizes = [self.attention_head_size, self.head_dim - self.attention_head_size]
-        heads = [
-            torch.cat([_split_heads(text(hidden_states), sizes[0]), _split_heads(layout(layout_inputs), sizes[1])], 3)
-            for text, layout in (
-                (self.query, self.layout_query),
-                (self.key, self.layout_key),
-                (self.value, self.layout_value),
-            )
-        ]
+        text = _heads(hidden_states, (self.query, self.key, self.value), sizes[0])
+        layout = _heads(layout_inputs, (self.layout_query, self.layout_key, self.layout_value), sizes[1])
+        query, key, value = (torch.cat(parts, 3) for parts in zip(text, layout, strict=True))  # (B, H, N, D + D_layout)
         # Each part of the scores has a scale of its own.
-        scales = heads[0].new_tensor([size**-0.5 for size in sizes for _ in range(size)])
-        out = self.attend([heads[0] * scales, *heads[1:]], attention_mask, scaling=1.0)
-        return tuple(part.flatten(2) for part in out.split(sizes, 3))
+        scales = query.new_tensor([size**-0.5 for size in sizes for _ in range(size)])
+        out = self._attend((query * scales, key, value), attention_mask, scaling=1.0)
+        return tuple(part.flatten(2) for part in out.split(sizes, 3))  # (B, N, W) and (B, N, W_layout)
 
 
 class MPNetSelfAttention(_Attention, modeling_mpnet.MPNetSelfAttention):
@@ -129,20 +113,11 @@ class MPNetSelfAttention(_Attention, modeling_mpnet.MPNetSelfAttention):
 
     adds_distance_bias = True
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        position_bias: Tensor | DistanceBias | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """(B, N, H * D) -> (B, N, H * D)."""
-        if not self.asks_interface():
-            return super().forward(hidden_states, attention_mask, position_bias, *args, **kwargs)
-        states = (self.q(hidden_states), self.k(hidden_states), self.v(hidden_states))
-        heads = [_split_heads(x, self.attention_head_size) for x in states]
-        return (self.o(self.attend(heads, attention_mask, **{ARGUMENT: position_bias}).flatten(2)),)
+    def _compute(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Any = None, *_: Any, **kw: Any
+    ) -> tuple[Tensor]:
+        heads = _heads(hidden_states, (self.q, self.k, self.v), self.attention_head_size)
+        return (self.o(self._attend(heads, attention_mask, **{ARGUMENT: position_bias}).flatten(2)),)  # (B, N, W)
 
 
 class MPNetEncoder(modeling_mpnet.MPNetEncoder):
@@ -165,12 +140,9 @@ class BloomAttention(_Attention, modeling_bloom.BloomAttention):
     is_causal = True
     adds_distance_bias = True
 
-    def forward(
-        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """(B, N, H * D) -> (B, N, H * D), with the residual added."""
-        if not self.asks_interface():
-            return super().forward(hidden_states, residual, alibi, attention_mask, *args, **kwargs)
+    def _compute(
+        self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if kwargs.get("layer_past") is not None:
             key, value = kwargs["layer_past"].update(key, value, self.layer_idx)
@@ -179,8 +151,8 @@ class BloomAttention(_Attention, modeling_bloom.BloomAttention):
         # The bias of head h at distance 1, from a tensor (H, 1, 2) for two tokens.
         slopes = modeling_bloom.build_alibi_tensor(query.new_ones(1, 2), self.num_heads, torch.float32)[:, 0, 1]
         bias = LinearBias(slopes, key.shape[2])
-        out = self.attend((query, key, value), attention_mask, scaling=self.inv_norm_factor, **{ARGUMENT: bias})
-        return residual + dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training), None
+        out = self._attend((query, key, value), attention_mask, scaling=self.inv_norm_factor, **{ARGUMENT: bias})
+        return residual + dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training), None  # (B, N, W)
 
 
 def _refuse_gaps(mask: Tensor) -> None:

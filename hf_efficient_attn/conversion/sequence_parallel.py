@@ -1,11 +1,10 @@
 """`hea.sequence_parallel`: a model whose processes each hold a contiguous shard of the tokens of every sequence.
 
-Only the attention function talks to the other processes: `methods.sharded_attention` for a method, `over_heads` for
-exact attention. What it has to know is agreed upon once for each call of the model, in a forward pre-hook: the lengths
-of all shards, the mask of all tokens, and in training a common seed. It reaches the attention function as the keyword
-argument `sequence_shards`, which layers also pass when gradient checkpointing computes them again. A refusal must be
-one in all processes, because the others would wait for a process that refuses alone. So each tells the others its
-problem in the first collective of a call.
+Only the attention function talks to the other processes (`integration.shards`). What it has to know is agreed upon once
+for each call of the model, in a forward pre-hook: the lengths of all shards, the mask of all tokens, and in training a
+common seed. It reaches the attention function as the keyword argument `sequence_shards`, which layers also pass when
+gradient checkpointing computes them again. A refusal must be one in all processes, because the others would wait for a
+process that refuses alone. So each tells the others its problem in the first collective of a call.
 """
 
 import inspect
@@ -22,17 +21,11 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import models, positions
 from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.methods import MethodConfig, sharded_attention
-from hf_efficient_attn.ops.shards import HeadSlice, Shards, gather, over_heads
-from hf_efficient_attn.ops.tracing import refuse_in_graphs
+from hf_efficient_attn.integration.shards import PARALLEL, SHARDS, SequenceParallel
+from hf_efficient_attn.ops.shards import Shards, gather
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# The attribute of models and attention modules with their `SequenceParallel`.
-_PARALLEL = "_efficient_attention_parallel"
-# The keyword argument by which layers get the shards of a call.
-_SHARDS = "sequence_shards"
 # Outputs of these come from one token of a sequence, or are averages over tokens.
 _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 
@@ -76,11 +69,11 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
     parallel = SequenceParallel(group)
     for part in parts:
         for found in models.attention_modules(part):
-            setattr(found.module, _PARALLEL, parallel)
-        if getattr(part, _PARALLEL, None) is None:
+            setattr(found.module, PARALLEL, parallel)
+        if getattr(part, PARALLEL, None) is None:
             part.register_forward_pre_hook(_enter, with_kwargs=True)
             part.register_forward_hook(_leave, always_call=True)
-        setattr(part, _PARALLEL, parallel)
+        setattr(part, PARALLEL, parallel)
     return model
 
 
@@ -118,7 +111,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
 
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook: agree with the other processes on the shards of the call, and tell the layers."""
-    parallel: SequenceParallel = getattr(model, _PARALLEL)
+    parallel: SequenceParallel = getattr(model, PARALLEL)
     given = positions.by_name(model, args, kwargs)
     # The input (B, n) or (B, n, W); None if there is none.
     tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -131,13 +124,13 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     if "use_cache" in takes or hasattr(model.config, "use_cache"):
         kwargs["use_cache"] = False
     if any(x.kind is inspect.Parameter.VAR_KEYWORD for x in takes.values()):
-        kwargs[_SHARDS] = shards
+        kwargs[SHARDS] = shards
     return args, kwargs
 
 
 def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
     """A forward hook: the call is over. Its pooled output is that of the first token, which the first process holds."""
-    parallel: SequenceParallel = getattr(model, _PARALLEL)
+    parallel: SequenceParallel = getattr(model, PARALLEL)
     shards, parallel.current = parallel.current, None
     if shards is not None and shards.rank > 0 and getattr(output, "pooler_output", None) is not None:
         output["pooler_output"] = None
@@ -193,63 +186,3 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
         whole = gather(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)
         key_mask = torch.cat([x[:, :n] for x, n in zip(whole.unbind(0), lengths, strict=True)], 1)
     return Shards(group, lengths, group.rank(), key_mask, seeds[0] if seeds[0] >= 0 else None)
-
-
-class SequenceParallel:
-    """The state of a model that is divided over processes: its group, and the shards of the call that is computed."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.current: Shards | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceParallel":
-        return SequenceParallel(self.group)  # a copy of the model belongs to the same processes
-
-
-def is_parallel(module: nn.Module) -> bool:
-    """Whether the model of an attention module is divided over processes."""
-    return getattr(module, _PARALLEL, None) is not None
-
-
-def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
-    """The shards of the call of an attention module; None if its model is not divided."""
-    if not is_parallel(module):
-        return None
-    refuse_in_graphs("sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out")
-    shards: Shards | None = kwargs.get(_SHARDS) or getattr(module, _PARALLEL).current
-    if shards is None:
-        raise UnsupportedAttentionError(
-            f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "
-            "that was given to sequence_parallel; with gradient checkpointing, its layers must pass keyword arguments"
-        )
-    return shards
-
-
-def shard_attention(
-    method: MethodConfig | None, tensors: tuple[Tensor, Tensor, Tensor], shards: Shards, **options: Any
-) -> Tensor:
-    """Attention (B, H, n, Dv) of the tokens of this process to all tokens; exact if `method` is None.
-
-    The options are is_causal, scale, dropout_p, seed and parameters of `methods.attention`.
-    """
-    (query, key, _), own = tensors, shards.lengths[shards.rank]
-    if key.shape[2] != query.shape[2] or query.shape[2] != own:
-        raise UnsupportedAttentionError(
-            f"sequence_parallel: a layer has {query.shape[2]} queries and {key.shape[2]} keys, and the call {own} "
-            "tokens in this process: caches and cross attention cannot be divided"
-        )
-    if options.pop("dropout_p"):
-        raise UnsupportedAttentionError(
-            "sequence_parallel: dropout of attention weights would draw other numbers in each process than one process "
-            "draws: set it to 0 in the config (attention_probs_dropout_prob, attention_dropout or attn_pdrop)"
-        )
-    if method is not None:
-        if shards.seed is not None:  # in training all processes draw the same, which the model's call has agreed upon
-            options["seed"] = (shards.seed + options["seed"]) % (2**31 - 1)
-        return sharded_attention(method, *tensors, shards=shards, **options)
-    exact = {"is_causal": options["is_causal"], "scale": options["scale"], "dropout_p": 0.0}
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, _: HeadSlice) -> Tensor:
-        return exact_layer(query, key, value, shards.key_mask, **exact)
-
-    return over_heads(some_heads, *tensors, shards)
