@@ -30,7 +30,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.exact import dense_attention, mask_bias
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.hashing import Rounds, dense_pairs, plan_rounds, rounds_attention
 
 
@@ -106,7 +106,8 @@ def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, opt
         if config.shared_query_key:
             others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
             pairs = torch.where(others.any(-1, keepdim=True), others, pairs)
-        return dense_attention(query, key, value, mask_bias(pairs, torch.float64), scale=options.scale)
+        scores = (query.double() @ key.double().mT * options.scale).masked_fill(~pairs, -torch.inf)  # (BH, Nq, Nk)
+        return dense_softmax(scores, value)
 
     return by_heads(form, query, key, value, options)
 

@@ -17,7 +17,7 @@ it.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from hf_efficient_attn.ops.tokens import (
     slice_size,
     sliced,
     take,
-    take_both,
 )
 
 # Streams of random numbers on level 0.
@@ -147,22 +146,20 @@ def _ranks(
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
-def plan_intervals(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, options: SamplingOptions, num_hashes: int = 0
-) -> list[IntervalPlan]:
+def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingOptions) -> list[IntervalPlan]:
     """Sample num_samples / 2 keys of each interval, or all keys of shorter intervals, without a gradient.
 
-    With `num_hashes` the keys of the sampled intervals are also sorted by an angular hash and cut into blocks of
-    block_size / 2. A query gets the block in which its code lies, which does not depend on other queries.
+    With the near field "lsh" the keys of the sampled intervals are also sorted by an angular hash and cut into blocks
+    of a quarter of `options.block_size`. A query gets the block in which its code lies, which does not depend on other
+    queries.
 
     Args:
         query: (BH, N, D).
         key: (BH, N, D).
         value: (BH, N, Dv).
-        block_size: tokens of a block.
-        options: how the keys are sampled.
-        num_hashes: hyperplanes of the hash, or 0.
+        options: how the keys are sampled and hashed.
     """
+    block_size, num_hashes = options.causal_block, options.num_hashes if options.near_field == "lsh" else 0
     if not options.num_samples and not num_hashes:
         return []
     with torch.no_grad():
@@ -183,7 +180,7 @@ def plan_intervals(
                 scores = _interval_scores(queries, keys, values, level, length, options)
                 offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
                 offset = offset.repeat_interleave(count).unsqueeze(1)
-                far = sample_keys(scores, offset, options._replace(num_samples=num_samples), complete=True)
+                far = sample_keys(scores, offset, options._replace(num_samples=num_samples))
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
@@ -205,34 +202,26 @@ def causal_near_far_attention(
     key: Tensor,
     value: Tensor,
     plans: Sequence[IntervalPlan],
-    *,
-    block_size: int,
-    num_exact: int,
-    scale: float,
-    dropout_p: float = 0.0,
+    options: SamplingOptions,
 ) -> Tensor:
-    """Compute the attention of a plan.
+    """Compute the attention of a plan. The first block_size + num_samples positions are exact at any length.
 
     Args:
         query: (BH, N, D).
         key: (BH, N, D).
         value: (BH, N, Dv).
         plans: the levels of the far field.
-        block_size: tokens of a block.
-        num_exact: the first positions, at least `block_size`, which are computed exactly in sequences of any length.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
+        options: the options of the plan.
 
     Returns:
         (BH, N, Dv).
     """
-    first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
-    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
-    if query.shape[1] <= num_exact:
-        return exact
+    block_size, num_exact = options.causal_block, options.block_size + options.num_samples
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
+    exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        near = _near_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
+        near = _near_partial(query, key, value, block_size, call)
         queries, parts = _later_queries(query, block_size), []
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
@@ -240,23 +229,23 @@ def causal_near_far_attention(
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
             if query_block is None:
                 index = index + (integers(count, key.device) * 2 * length)[:, None]
-                keys, values = take_both(key, value, index)  # (BH, J, M, .)
-                part = attend(seeing, keys, values, log_weight.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+                keys, values = take(key, index), take(value, index)  # (BH, J, M, .)
+                part = attend(seeing, keys, values, log_weight.unsqueeze(2), **call)
             else:
                 own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
-                part = _hashed_and_sampled(seeing, keys, values, own, scale=scale, dropout_p=dropout_p)
+                part = _hashed_and_sampled(seeing, keys, values, own, call)
             parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
-    return torch.cat((exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=dropout_p > 0.0)), 1)
+    return torch.cat(
+        (exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=options.dropout_p > 0.0)), 1
+    )
 
 
-def _near_partial(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float
-) -> Partial:
+def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, call: dict[str, Any]) -> Partial:
     """Compute attention of the queries from block 1 on to their own block, causally, and to the block before it.
 
     (BH, N, D), (BH, N, D), (BH, N, Dv) -> Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
@@ -267,12 +256,12 @@ def _near_partial(
     key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))  # (BH, T, 2 block_size, .)
     block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)  # (block_size, block_size)
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
-    out, lse = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    out, lse = attend(query, key, value, bias, **call)
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
 def _hashed_and_sampled(
-    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, *, scale: float, dropout_p: float
+    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, call: dict[str, Any]
 ) -> Partial:
     """Compute attention of the queries that see a level's intervals to their blocks of hashed keys and to the samples.
 
@@ -283,8 +272,7 @@ def _hashed_and_sampled(
         key: (BH, J, L, D).
         value: (BH, J, L, Dv).
         plan: the plan of the level, with blocks of hashed keys.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
+        call: scale and dropout_p of the call.
 
     Returns:
         Partial with out (BH, J, L or less, Dv).
@@ -308,7 +296,7 @@ def _hashed_and_sampled(
     far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
     bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
     key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)  # (S, T, block_k + M)
-    out, lse = attend(grouped, *take_both(key, value, key_index), bias, scale=scale, dropout_p=dropout_p)
+    out, lse = attend(grouped, take(key, key_index), take(value, key_index), bias, **call)
     out = take(out.flatten(1, 2), slot)
     return Partial(out.unflatten(0, shape[:2]), lse.flatten(1, 2).gather(1, slot).view(shape))
 

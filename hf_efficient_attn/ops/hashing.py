@@ -21,7 +21,6 @@ from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
-    constant,
     integers,
     inverse,
     normal,
@@ -74,35 +73,18 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
     length, device = x.shape[1], x.device
     dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.
-    planes = constant(_last_first, x.shape[2], num_hashes, seed, x.dtype, device=device).expand(len(x), -1, -1)
-    sides = torch.bmm(planes, x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
-    if mask is None:
-        share = constant(_shares, length, num_hashes, dtype, device=device)
-    else:
-        count = mask.cumsum(1)
-        share = (count - 1).to(dtype) / count[:, -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
-        share = share.unsqueeze(1)
+    # The last hyperplane comes first, and all are negated, so that bit 1 has a negative sign: (r, D).
+    planes = -hyperplanes(x.shape[2], num_hashes, seed, device).t().flip(0).to(x.dtype)
+    sides = torch.bmm(planes.expand(len(x), -1, -1), x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
+    rank, count = integers(length, device)[None], torch.full((1, 1), length, device=device)
+    if mask is not None:
+        rank, count = mask.cumsum(1) - 1, mask.sum(1, keepdim=True).clamp(min=1)
+    share = rank.to(dtype) / count + (2.0**num_hashes - 1.0) / 2.0  # (1 or BH, N)
     # (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
     parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)  # (BH, r, N)
-    powers = constant(_powers, num_hashes, dtype, device=device).expand(len(x), -1, -1)
-    keys = torch.baddbmm(share, powers, parity).squeeze(1)  # (BH, N)
+    powers = -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device))  # -2^b / 2, the last b first
+    keys = torch.baddbmm(share.unsqueeze(1), powers.expand(len(x), 1, -1), parity).squeeze(1)  # (BH, N)
     return keys if mask is None else keys.masked_fill_(~mask, torch.inf)
-
-
-def _last_first(head_dim: int, num_hashes: int, seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the hyperplanes (r, D), the last one first, negated so that bit 1 has a negative sign."""
-    return -hyperplanes(head_dim, num_hashes, seed, device).t().flip(0).to(dtype)
-
-
-def _shares(length: int, num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return position / N plus the sum of 2^b / 2: (1, 1, N)."""
-    share = torch.arange(length, device=device).to(dtype) / length
-    return (share + (2.0**num_hashes - 1.0) / 2.0).view(1, 1, -1)
-
-
-def _powers(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return -2^b / 2 from the last b to the first: (1, 1, r)."""
-    return -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device)).view(1, 1, -1)
 
 
 def plan_lsh(

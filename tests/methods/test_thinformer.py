@@ -61,7 +61,7 @@ def test_halving_represents_the_tokens_better_than_fair_draws(monkeypatch):
 def test_sizes_of_the_paper(log4, g):
     """KH-Compress(g) keeps 2^g sqrt(n) of n = 4^log4 tokens in log4 - g rounds with buckets of 4^(g + 1) 2^i tokens."""
     rounds = thinning._rounds(4**log4, 2**g * 2**log4)
-    assert [2 * round.bucket for round in reversed(rounds)] == [4 ** (g + 1) * 2**i for i in range(log4 - g)]
+    assert [2 * bucket for _, bucket in reversed(rounds)] == [4 ** (g + 1) * 2**i for i in range(log4 - g)]
     thinned = thin(numbers(2, 4**log4, 4), numbers(2, 4**log4, 4, seed=1), 2**g * 2**log4)
     torch.testing.assert_close(thinned[1].exp(), torch.full_like(thinned[1], 2.0 ** (log4 - g)))
 
