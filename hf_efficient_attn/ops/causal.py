@@ -72,7 +72,7 @@ class IntervalPlan(NamedTuple):
     block_k: int = 0
 
 
-def _levels(length: int, block_size: int) -> list[tuple[int, int]]:
+def sampled_intervals(length: int, block_size: int) -> list[tuple[int, int]]:
     """Return J sampled intervals and L tokens per interval for each level of a sequence of N = `length` tokens."""
     # The queries of block t have t-1 completed blocks before block t-1.
     completed = max(0, ceil_div(length, block_size) - 2)
@@ -86,7 +86,7 @@ def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
 
 def _later_queries(query: Tensor, block_size: int) -> Tensor:
     """Take the queries from block 1 on, padded for `_seen_by`: (BH, N, D) -> (BH, P, D)."""
-    ends = [2 * count * length for count, length in _levels(query.shape[1], block_size) if count > 1]
+    ends = [2 * count * length for count, length in sampled_intervals(query.shape[1], block_size) if count > 1]
     missing = max([query.shape[1] - block_size, *ends]) + block_size - query.shape[1]
     query = query[:, block_size:]
     return pad(query, (0, 0, 0, missing)) if missing else query
@@ -103,9 +103,7 @@ def _seen_by(x: Tensor, num_intervals: int, length: int) -> Tensor:
     return view[:, :, 1]
 
 
-def _interval_scores(
-    query: Tensor, key: Tensor, value: Tensor, level: int, length: int, options: SamplingOptions
-) -> Tensor:
+def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, options: SamplingOptions) -> Tensor:
     """Compute unnormalized sampling probabilities of the keys of J intervals of L tokens, from the interval's queries.
 
     `column_scores` computes them, with the softmax of each interval in place of D^-1 A_res.
@@ -115,13 +113,12 @@ def _interval_scores(
         key: (BH, J, L, D).
         value: (BH, J, L, Dv).
         level: the level of the intervals, which determines the probes.
-        length: L, the tokens of an interval.
         options: `scores` as in `SamplingOptions`.
 
     Returns:
         (BH J, 1, L).
     """
-    norms, acc_dtype = None, accumulation_dtype(value.dtype)
+    norms, acc_dtype, length = None, accumulation_dtype(value.dtype), key.shape[2]
     if callable(options.scores):
         pairs, seed = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True), seed_value(options.seed)
         logs = [options.scores(*split_scale_evenly(q, k, options.scale), seed)[0] for q, k in pairs]
@@ -167,7 +164,7 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
         num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []
         is_even = options.scores == "uniform" and not options.independent
         later = _later_queries(query, block_size) if num_hashes else query
-        for level, (count, length) in enumerate(_levels(query.shape[1], block_size)):
+        for level, (count, length) in enumerate(sampled_intervals(query.shape[1], block_size)):
             queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))  # (BH, J, L, .)
             stream = _SAMPLES + 2 * level
             if is_even or not 0 < num_samples < length:
@@ -177,7 +174,7 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
                 log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
                 far = FarField(index, log_weight.expand_as(index))
             else:
-                scores = _interval_scores(queries, keys, values, level, length, options)
+                scores = _interval_scores(queries, keys, values, level, options)
                 offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
                 offset = offset.repeat_interleave(count).unsqueeze(1)
                 far = sample_keys(scores, offset, options._replace(num_samples=num_samples))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.causal import sampled_intervals
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced
 
@@ -199,11 +200,10 @@ def interval_levels(length: int, block: int, most: int) -> list[Level]:
     A query sees two blocks exactly. The completed blocks before them are split into intervals by the binary digits of
     their number. So on each level the tokens are pairs of intervals, and queries see the left one.
     """
-    completed, levels = max(0, ceil_div(length, block) - 2), []
-    for i in range(completed.bit_length()):
-        interval = block << i
+    levels = []
+    for count, interval in sampled_intervals(length, block):
         chunk = ceil_div(interval, min(interval, most))
-        levels.append(Level(interval, ((completed >> i) + 1) >> 1, chunk, ceil_div(interval, chunk)))
+        levels.append(Level(interval, count, chunk, ceil_div(interval, chunk)))
     return levels
 
 

@@ -33,7 +33,7 @@ from hf_efficient_attn.ops.tokens import (
 
 
 class NearField(NamedTuple):
-    """The block of keys of each of T blocks of queries.
+    """The block of keys of each of T blocks of queries. In a plan of S rounds (`plan_rounds`) orders are (BH, S, N).
 
     A sorted index counts the keys (or queries) in the order of the plan; a position counts them in the sequence.
 
@@ -146,26 +146,6 @@ _EXCLUDED = 1e30
 _BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
 
 
-class Rounds(NamedTuple):
-    """The block of keys of each of T blocks of queries, in each of S rounds.
-
-    Attributes:
-        query_order: int64 (BH, S, Nq), the query at each sorted index. Block t starts at sorted index t * block_q.
-        key_order: int64 (BH, S, Nk), the key at each sorted index, valid keys first.
-        start: int64 (BH, S, T), the sorted index at which the block of keys starts.
-        block_q: queries of a block.
-        block_k: keys of a block.
-        num_keys: int64 (BH, 1), the number of valid keys, or None if all are valid.
-    """
-
-    query_order: Tensor
-    key_order: Tensor
-    start: Tensor
-    block_q: int
-    block_k: int
-    num_keys: Tensor | None
-
-
 def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """Draw standard normal directions of every round for up to `kv_len` keys: float64 (h, rounds, 2, D).
 
@@ -228,7 +208,7 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
 @torch.no_grad()
 def plan_rounds(
     query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
-) -> Rounds:
+) -> NearField:
     """Cut queries into blocks of `block_size`, each with 2 * block_size keys: its own and half of both neighbors.
 
     If the keys are not the queries, their mean is subtracted before hashing. Softmax attention does not change if the
@@ -266,15 +246,16 @@ def plan_rounds(
     start = block_starts(queries.flatten(0, 1), keys.flatten(0, 1), num_queries, of_rounds, block_size, block_k)
     start = start.unflatten(0, (batch_heads, rounds))  # (BH, S, T)
     if key_mask is None:
-        return Rounds(query_order, key_order, start, block_size, block_k, None)
+        return NearField(query_order, key_order, start, block_size, block_k, kv_len, q_len)
     short = (num_keys <= rounds * block_k)[:, :, None]
     disjoint = torch.arange(rounds, device=device)[:, None] * block_k
     key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
-    return Rounds(query_order, key_order, torch.where(short, disjoint, start), block_size, block_k, num_keys)
+    start = torch.where(short, disjoint, start)
+    return NearField(query_order, key_order, start, block_size, block_k, num_keys, num_queries)
 
 
 def rounds_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: Rounds, *, others: bool, scale: float, dropout_p: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, plan: NearField, *, others: bool, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
     """Compute the attention of a plan.
 
@@ -322,7 +303,8 @@ def rounds_attention(
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
-    tensors = query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
+    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
+    tensors = query, key, value, num_keys, plan.query_order, plan.key_order, plan.start
     size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
     # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as computing them again.
     return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
@@ -368,12 +350,13 @@ def _round_bias(
     return bias
 
 
-def dense_pairs(plan: Rounds) -> Tensor:
+def dense_pairs(plan: NearField) -> Tensor:
     """Mark the pairs of any round, in the readable form: bool (BH, Nq, Nk)."""
+    assert plan.query_order is not None and plan.key_order is not None
     (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
     pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
     for a in range(batch_heads):
-        num_keys = kv_len if plan.num_keys is None else int(plan.num_keys[a])
+        num_keys = plan.num_keys if isinstance(plan.num_keys, int) else int(plan.num_keys[a])
         for s in range(rounds):
             for t, start in enumerate(plan.start[a, s].tolist()):
                 queries = plan.query_order[a, s, t * plan.block_q : (t + 1) * plan.block_q]

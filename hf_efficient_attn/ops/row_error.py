@@ -211,8 +211,8 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
     )
     keys = keys - keys.mean(1, keepdim=True)
     rough = _landmark_attention(queries, keys, values, scale)
-    error = row_error(rough, scaled_dot_product_attention(queries, keys, values, scale=scale)).estimate
-    return error.nan_to_num(nan=torch.inf)
+    exact = scaled_dot_product_attention(queries, keys, values, scale=scale)
+    return row_error(rough, exact).estimate.nan_to_num(nan=torch.inf)
 
 
 def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

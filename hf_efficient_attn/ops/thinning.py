@@ -29,6 +29,7 @@ from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
     constant,
+    integers,
     slice_size,
     sliced,
     take,
@@ -58,6 +59,7 @@ def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
     return sizes
 
 
+@torch.no_grad()
 def choose_pivots(
     points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
 ) -> tuple[Tensor, Tensor]:
@@ -84,14 +86,13 @@ def choose_pivots(
     (batch_heads, num_candidates, _), sizes = points.shape, draw_sizes(num_pivots, _FIRST_DRAW, 1, block)
     shape = len(sizes), num_candidates, batch_heads // batch
     numbers = gumbel(*shape, seed, points.dtype, points.device)  # (draws, H, C)
-    with torch.no_grad():
 
-        def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
-            return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
+    def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
+        return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
 
-        head = torch.arange(batch_heads, device=points.device) % (batch_heads // batch)
-        size = slice_size(num_pivots * num_candidates // 2, points.device)
-        index, selected = sliced(some_heads, points.detach(), valid, head, size=size).unbind(1)
+    head = integers(batch_heads, points.device) % (batch_heads // batch)
+    size = slice_size(num_pivots * num_candidates // 2, points.device)
+    index, selected = sliced(some_heads, points, valid, head, size=size).unbind(1)
     return index, selected > 0
 
 

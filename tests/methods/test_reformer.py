@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.ops import hashing
-from hf_efficient_attn.ops.hashing import Rounds, bucket_codes, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.hashing import NearField, bucket_codes, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.tokens import inverse
 from instances import inputs, numbers, padding_mask, relative_error
 
@@ -20,12 +20,12 @@ reformer = hea.functional.reformer_attention
 # Section 2 of the paper, in float64 and with (N, N) matrices.
 
 
-def pairs_of_rounds(plan: Rounds) -> torch.Tensor:
+def pairs_of_rounds(plan: NearField) -> torch.Tensor:
     """The set P_i of every round: bool (BH, S, Nq, Nk)."""
     query_index, key_index = (inverse(x.flatten(0, 1)).view_as(x) for x in (plan.query_order, plan.key_order))
     start = plan.start.gather(2, query_index // plan.block_q).unsqueeze(3)
     pairs = (key_index.unsqueeze(2) >= start) & (key_index.unsqueeze(2) < start + plan.block_k)
-    if plan.num_keys is not None:
+    if isinstance(plan.num_keys, torch.Tensor):
         pairs &= (key_index < plan.num_keys[:, :, None]).unsqueeze(2)
     return pairs
 
