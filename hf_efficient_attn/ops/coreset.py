@@ -30,7 +30,7 @@ from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, sa
 from hf_efficient_attn.ops.sampling import candidate_positions
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.thinning import choose_pivots
-from hf_efficient_attn.ops.tokens import constant, flat_index, integers, slice_size, sliced, take
+from hf_efficient_attn.ops.tokens import constant, flat_index, slice_size, sliced, take
 
 # Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
 _LARGER_SLICES = 5
@@ -64,7 +64,7 @@ def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
     this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
     """
     integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
-    bits, index = (1 << (count - 1).bit_length()) - 1, integers(count, points.device).to(integer)
+    bits, index = (1 << (count - 1).bit_length()) - 1, _integers(count, integer, points.device)
     landmarks = landmarks.mT
     offset = landmarks.square().sum(1, keepdim=True)
 
@@ -76,6 +76,11 @@ def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
 
     size = slice_size(points.shape[1] * count // _LARGER_SLICES, points.device)
     return sliced(some_heads, points, landmarks, offset, size=size).view(integer).bitwise_and(bits).long()
+
+
+@constant
+def _integers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=dtype, device=device)
 
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:

@@ -158,7 +158,8 @@ def _epoch(
     landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)
     # For queries of block t, landmarks represent the keys of the prefix and of the t blocks after the prefix.
     last = prefix + (num_blocks - 1) * size
-    segment = _segments(last, prefix, size, key.device)
+    # Segment 0 is the prefix, and 1, 2, ... are the blocks after it.
+    segment = ((integers(last, key.device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
     keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
     values, bias = _running(*(x.unflatten(1, (num_blocks, -1)) for x in (keys.value, keys.bias)))
     blocks = pad_to_blocks(query[:, start:], size)  # (BH, T, size, D)
@@ -201,12 +202,6 @@ def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def _flat(blocks: Partial, length: int) -> Partial:
     return Partial(blocks.out.flatten(1, 2)[:, :length], blocks.lse.flatten(1, 2)[:, :length])
-
-
-@constant
-def _segments(last: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Number the segment of each of the first `last` keys, int64: 0 in the prefix, then 1, 2, ... for each block."""
-    return ((torch.arange(last, device=device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
 
 
 @torch.no_grad()

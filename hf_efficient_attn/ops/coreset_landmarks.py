@@ -255,7 +255,7 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
     slot = inverse(order)
     if count == length:
         return Groups(order.unflatten(1, (1 << levels, -1)), slot)
-    slot = slot.index_select(1, _first_copies(length, count, device))
+    slot = slot.index_select(1, torch.searchsorted(copies, integers(length, device)))  # the first place of each query
     return Groups(copies[order].unflatten(1, (1 << levels, -1)), slot)
 
 
@@ -263,12 +263,6 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
 def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
     """Find the `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
     return largest(torch.bmm(query if scale > 0.0 else -query, key.mT), count)
-
-
-@constant
-def _first_copies(length: int, count: int, device: torch.device) -> Tensor:
-    """Return the first of the places of each token, if places are `even_positions`."""
-    return torch.searchsorted(even_positions(length, count, device), torch.arange(length, device=device))
 
 
 def _halves(points: Tensor, levels: int) -> Tensor:

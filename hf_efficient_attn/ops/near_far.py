@@ -20,7 +20,6 @@ from hf_efficient_attn.ops.sampling import (
     SamplingOptions,
     column_scores,
     density_norms,
-    offsets_of_blocks,
     query_groups,
     row_weights,
     sample_keys,
@@ -50,8 +49,10 @@ _PROBED_ROWS = 48
 # The blocks of a hash must leave less than the window, by this factor and this difference. So rounding, which differs
 # between batches, never decides between equal near fields, as for queries that are all 0.
 _CLEARLY, _LEAST = 0.99**0.5, 1e-3
+# The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
+_TURN = 0.7548776662466927
 # Streams of random numbers.
-_PROBES, _ROWS = 11, 31
+_PROBES, _SAMPLES, _ROWS = 11, 12, 31
 
 
 class ExactRows(NamedTuple):
@@ -94,8 +95,8 @@ def make_plan(
             before = (near.num_keys - near.block_k).clamp(min=0)
             near = near._replace(start=torch.where(short, before, near.start))
         num_blocks = 1 if options.shared else near.start.shape[1]
-        offset = offsets_of_blocks(query.shape[0] // options.batch, num_blocks, options.seed, query.device)
-        offset = offset.repeat(options.batch, 1)
+        offset = offsets(query.shape[0] // options.batch, options.seed, _SAMPLES, query.device).unsqueeze(1)
+        offset = (offset + _TURN * integers(num_blocks, query.device).double()).frac().repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
         scores, group = sampling_scores(query, key, value, key_mask, near, rows, options)

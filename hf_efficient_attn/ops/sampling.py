@@ -12,7 +12,7 @@ from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed, seed_value
-from hf_efficient_attn.ops.tokens import constant, integers, offsets, take, uniform, valid_first
+from hf_efficient_attn.ops.tokens import integers, take, uniform, valid_first
 
 # The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
@@ -20,10 +20,8 @@ NORM_VALUES = 384
 LEAST_SCORE = 1e-6
 # Replaces a sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
-# The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
-_TURN = 0.7548776662466927
-# Streams of random numbers.
-_INDEPENDENT, _SAMPLES = 3, 12
+# The stream of random numbers.
+_INDEPENDENT = 3
 
 # norms(queries (Nq, D), keys (Nk, D), seed) -> logs of the squared column norms of the softmax matrix of
 # queries keys^T, (Nk,), and of its row sums, (Nq,), both float64.
@@ -211,13 +209,6 @@ def density_norms(
         near_norms = torch.zeros_like(out[a]).index_add_(0, index.flatten(), pairs.exp_().sum(1).flatten())
         out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
     return out.to(accumulation_dtype(query.dtype)).unsqueeze(1)
-
-
-@constant
-def offsets_of_blocks(num_heads: int, num_blocks: int, seed: Seed, device: torch.device) -> Tensor:
-    """Draw offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
-    turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
-    return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
 
 
 def sample_keys(scores: Tensor, offset: Tensor, options: SamplingOptions, group: Tensor | None = None) -> FarField:

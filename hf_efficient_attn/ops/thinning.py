@@ -84,8 +84,8 @@ def choose_pivots(
         result, bool (BH, m), is False.
     """
     (batch_heads, num_candidates, _), sizes = points.shape, draw_sizes(num_pivots, _FIRST_DRAW, 1, block)
-    shape = len(sizes), num_candidates, batch_heads // batch
-    numbers = gumbel(*shape, seed, points.dtype, points.device)  # (draws, H, C)
+    # (draws, H, C)
+    numbers = gumbel(len(sizes), num_candidates, batch_heads // batch, seed, points.dtype, points.device)
 
     def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
         return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)

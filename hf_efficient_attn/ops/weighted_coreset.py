@@ -223,7 +223,7 @@ def near_attention(
     near_key, values = take(key, near), take(value, near)  # (BH, G, w, D), (BH, G, w, Dv)
     exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
     counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-    parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
+    parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)
     outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
     return Partial(outs[0], outs[2]), Partial(outs[1], outs[3])
 

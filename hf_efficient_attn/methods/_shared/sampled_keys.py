@@ -108,25 +108,23 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     sampling, (q_len, kv_len) = _sampling_options(config, query, options), (query.shape[2], key.shape[2])
-    budget = config.exact_length
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         table = sampling.table
         position = torch.arange(max(q_len, kv_len), device=query.device)
         bias = 0.0 if table is None else bias_of(table.double(), position[:kv_len] - position[:q_len, None])
         scores = query.double() @ key.double().mT * options.scale
-        if kv_len <= budget:
-            scores = scores + bias
-            return dense_softmax(scores, value, key_mask, options.is_causal)
+        if kv_len <= config.exact_length:
+            return dense_softmax(scores + bias, value, key_mask, options.is_causal)
         if options.is_causal:
             plans = causal.plan_intervals(query, key, value, sampling)
-            weights = dense_causal_log_weights(plans, q_len, sampling.causal_block, budget, query)
+            weights = dense_causal_log_weights(plans, q_len, sampling.causal_block, config.exact_length, query)
         else:
             plan = near_far.make_plan(query, key, value, key_mask, sampling)
             weights = dense_log_weights(*plan, q_len, kv_len) + bias
         return dense_softmax(scores + weights, value)
 
-    moves = options.is_causal and kv_len > budget
+    moves = options.is_causal and kv_len > config.exact_length
     return by_heads(form, query, key, value, options, moves_valid_first=moves)
 
 
