@@ -32,7 +32,6 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     directions,
     group_queries,
     landmarks_naive,
-    largest,
     represent,
     scores_naive,
 )
@@ -216,11 +215,12 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: C
     # The near keys of each span and group, (BH, S, G, w), lie before the last two blocks.
     ends = [start - (epoch.start - prefix) for start in epoch.spans]
     scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)  # (BH, G, Nk)
-    near = [largest(scores[..., :prefix], options.block_size)]
+    near = [scores[..., :prefix].topk(options.block_size, dim=2, sorted=False)[1]]
     for before, end in itertools.pairwise(ends):
         new = torch.arange(before, end, device=key.device).expand(*near[0].shape[:2], -1)
         known = torch.cat((near[-1], new), 2)
-        near.append(known.gather(2, largest(scores.gather(2, known), options.block_size)))
+        best = scores.gather(2, known).topk(options.block_size, dim=2, sorted=False)[1]
+        near.append(known.gather(2, best))
     span = _spans(epoch, key.device)[blocks.query[:, :, 0]]
     return blocks, take(torch.stack(near, 1).flatten(1, 2), span * mean.shape[1] + group)
 

@@ -10,12 +10,10 @@ Groups are made by halving: a group is sorted along the direction in which the s
 in the middle, until there are as many groups as asked for.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.coreset import cluster_sums, identity, nearest
@@ -262,7 +260,7 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
 @torch.no_grad()
 def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
     """Find the `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
-    return largest(torch.bmm(query if scale > 0.0 else -query, key.mT), count)
+    return torch.bmm(query if scale > 0.0 else -query, key.mT).topk(count, dim=2, sorted=False)[1]
 
 
 def _halves(points: Tensor, levels: int) -> Tensor:
@@ -278,32 +276,6 @@ def _halves(points: Tensor, levels: int) -> Tensor:
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
         order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
     return order.view(batch_heads, length) % length
-
-
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Find the indices of the largest scores of each row, unordered: (BH, G, N) -> int64 (BH, G, count).
-
-    However a row is cut into blocks, its `count` largest scores lie in the `count` blocks with the largest maxima. So
-    `topk`, which takes most of the time, sorts only N / size maxima and then count * size scores. The sum of both is
-    smallest for size = sqrt(N / count).
-    """
-    length = scores.shape[2]
-    size = 1 << round(math.log2(length / count) / 2) if count else 1
-    if size == 1 or ceil_div(length, size) + count * size >= length:
-        return scores.topk(count, dim=2, sorted=False)[1]
-    scores = pad(scores, (0, -length % size), value=-torch.inf) if length % size else scores
-    # Blocks of every N / size-th score: maxima of neighbors take seven times as long.
-    step = scores.shape[2] // size
-    best = scores.unflatten(2, (size, step)).amax(2).topk(count, dim=2, sorted=False)[1]  # (BH, G, count)
-    places = (best.unsqueeze(2) + _multiples(size, step, scores.device)).flatten(2)
-    found: Tensor = places.gather(2, scores.gather(2, places).topk(count, dim=2, sorted=False)[1])
-    # Scores of -inf, where products overflow, are no larger than the padding at the end.
-    return found if scores.shape[2] == length else found.clamp(max=length - 1)
-
-
-@constant
-def _multiples(count: int, step: int, device: torch.device) -> Tensor:
-    return (torch.arange(count, device=device) * step).unsqueeze(1)
 
 
 def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
