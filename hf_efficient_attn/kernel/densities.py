@@ -94,10 +94,10 @@ def _log_densities(
     while (tables := max(16, math.ceil(2.0 * eps**-2 * mu**-_TAU))) <= len(remaining):
         levels.append((mu, len(remaining)))
         stream = 1_000_000 * len(levels)
-        estimate = kde.gaussian_kde(hashed, asked[remaining], mu=mu, tables=tables, seed=seed, stream=stream)
+        mean, error = kde.gaussian_kde(hashed, asked[remaining], mu=mu, tables=tables, seed=seed, stream=stream)
         evaluations += tables * len(remaining)
-        sure = (estimate.mean >= mu) & (estimate.error <= eps / 3.0 * estimate.mean)
-        out[remaining[sure]] = estimate.mean[sure].log() + factor[remaining[sure]]
+        sure = (mean >= mu) & (error <= eps / 3.0 * mean)
+        out[remaining[sure]] = mean[sure].log() + factor[remaining[sure]]
         mu, remaining = mu / 2.0, remaining[~sure]
     for some_queries in kde.query_blocks(len(remaining), num_points):
         scores = torch.addmm(logs, queries[remaining[some_queries]], points.t())

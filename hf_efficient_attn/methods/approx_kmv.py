@@ -38,7 +38,7 @@ from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.exact import dense_attention, exact_attention
+from hf_efficient_attn.ops.exact import dense_softmax, exact_attention
 from hf_efficient_attn.ops.shards import head_slice, seed_value
 
 # The probability with which one column of the product may exceed the error.
@@ -150,7 +150,7 @@ def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
         own.scatter_add_(1, keys, bias.exp())  # (R, Nk)
         own[(scores[queries] + own.log()).logsumexp(1) < least[queries]] = 1.0
         weights[queries] = own
-    return dense_attention(query[None], key[None], value[None], weights.log()[None], scale=head.scale)[0]
+    return dense_softmax(query.double() @ key.double().t() * head.scale + weights.log(), value)
 
 
 def _each_head(

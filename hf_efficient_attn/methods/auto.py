@@ -21,8 +21,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bound
-from hf_efficient_attn.ops.row_error import worthwhile_length as worthwhile
+from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bound, worthwhile_length
 from hf_efficient_attn.ops.shards import seed_value
 
 # Lengths are measured for this head_dim. Most of the cost of choosing landmarks does not depend on head_dim, so with 32
@@ -89,7 +88,7 @@ class AutoAttentionConfig(MethodConfig):
             relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
         )
         if self.max_error and not is_causal:
-            length = worthwhile(length)
+            length = worthwhile_length(length)
         return max(length, self.columns)
 
     def with_budget(self, columns: int) -> "AutoAttentionConfig":

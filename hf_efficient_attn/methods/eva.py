@@ -56,8 +56,6 @@ from hf_efficient_attn.ops.shards import Seed, head_slice
 from hf_efficient_attn.ops.tokens import normal
 
 _MAPS = ("proposal_query", "proposal_key")
-
-
 # The stream of random numbers of the chunks. The levels of groups or intervals use the streams after it.
 _STREAM = 40
 

@@ -27,9 +27,8 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, ShardedFo
 from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.projections import STARTS_FROM, ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
+from hf_efficient_attn.ops.attend import attend, product_dtype, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.landmarks import attention_to_few_keys
 from hf_efficient_attn.ops.projections import contractions, naive_contraction, projected_key_mask
 from hf_efficient_attn.ops.shards import Shards, total
 
@@ -75,13 +74,13 @@ def forward(
     parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
     parts = parts if shards is None else total(parts, shards.group)
     keys, values = (
-        table.scale(x).to(dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)
+        table.scale(x).to(dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)[:, None]
         for table, x in zip(both, parts, strict=True)
     )
     bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
-    flat = query.flatten(0, 1), keys, values, bias
-    out = attention_to_few_keys(*flat, scale=options.scale, dropout_p=options.dropout_p, dtype=value.dtype)
-    return unflatten_heads(out, query.shape)
+    tensors = query.flatten(0, 1)[:, None].to(dtype), keys, values, bias[:, None, None]
+    out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]
+    return unflatten_heads(out.to(value.dtype), query.shape)
 
 
 def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

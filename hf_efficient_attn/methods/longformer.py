@@ -17,7 +17,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.exact import WindowCall, dense_attention, window_attention, window_bias
+from hf_efficient_attn.ops.exact import WindowCall, dense_softmax, window_attention, window_bias
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
@@ -80,7 +80,7 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if options.key_mask is None else options.key_mask
     call = _call(config, options, options.is_causal)
     weights = window_bias(query.shape[2], mask, options.distance_bias, call, torch.float64)  # (B, H or 1, Nq, Nk)
-    return dense_attention(query, key, value, weights, scale=options.scale)
+    return dense_softmax(query.double() @ key.double().mT * options.scale + weights, value)
 
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

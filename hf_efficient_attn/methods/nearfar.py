@@ -36,6 +36,7 @@ class NearFarConfig(MethodConfig):
     rectangular = True
     decodes_exactly = True
     adds_distance_bias = True
+    exact_budget = ("block_size", "num_samples")
     summary = "the keys with the largest scores exactly, and landmarks for all other keys"
     near = "keys with the largest scores"
     far = "landmarks of clusters"
@@ -58,11 +59,6 @@ class NearFarConfig(MethodConfig):
     )
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
 
-    @property
-    def exact_length(self) -> int:
-        """The budget: near keys and landmarks."""
-        return self.block_size + self.num_samples
-
     def with_budget(self, columns: int) -> "NearFarConfig":
         """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks."""
         near = 5 * self.check_budget(columns) // 8
@@ -83,8 +79,8 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
         form = weighted_coreset_attention if options.distance_bias is None else biased_coreset_attention
         form = functools.partial(form, options=_coreset_options(config, options))
         return without_padding(form, query, key, value, options, config.exact_length)
-    scale, chosen = options.scale, split_columns(config.exact_length, options.seed)
-    form = functools.partial(causal_coreset_attention, options=chosen, scale=scale, dropout_p=options.dropout_p)
+    chosen = split_columns(config.exact_length, options.scale, options.seed, options.dropout_p)
+    form = functools.partial(causal_coreset_attention, options=chosen)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
 
@@ -92,8 +88,7 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     """Readable form."""
     scale, coreset = options.scale, _coreset_options(config, options)
     if options.is_causal:
-        chosen = split_columns(config.exact_length, options.seed)
-        form = functools.partial(causal_coreset_naive, options=chosen, scale=scale)
+        form = functools.partial(causal_coreset_naive, options=split_columns(config.exact_length, scale, options.seed))
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:

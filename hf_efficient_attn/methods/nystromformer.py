@@ -107,7 +107,7 @@ def _prepare(
     """Return the kernels of the convolution (H, kernel) in the accumulation dtype, or None, and the options."""
     check_parameters(config, query, options)
     iterations = config.pinv_iterations if config.pinv == "iterative" else 0
-    chosen = LandmarkOptions(config.num_landmarks, iterations, options.scale)
+    chosen = LandmarkOptions(config.num_landmarks, iterations, options.scale, options.dropout_p)
     if not config.conv_kernel_size:
         return None, chosen
     if query.shape[2] != key.shape[2]:
@@ -137,8 +137,7 @@ def forward(
     if shards is None and few:
         out = exactly(query, key, value, options)
     else:
-        tensors = query, key, value, options.key_mask
-        out = landmark_attention(*tensors, chosen, dropout_p=options.dropout_p, shards=shards)  # (BH, Nq, Dv)
+        out = landmark_attention(query, key, value, options.key_mask, chosen, shards)  # (BH, Nq, Dv)
         out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     return add_convolution(out, value, kernel, options.key_mask)
 

@@ -30,8 +30,8 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.exact import dense_attention, mask_bias
-from hf_efficient_attn.ops.hashing import Rounds, dense_pairs, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.exact import dense_softmax
+from hf_efficient_attn.ops.hashing import NearField, dense_pairs, plan_rounds, rounds_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class ReformerConfig(MethodConfig):
 
 def _plan(
     config: ReformerConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
-) -> tuple[Tensor, Rounds]:
+) -> tuple[Tensor, NearField]:
     """Return the keys, which are the normalised queries with `shared_query_key`, and plan the rounds."""
     sizes, seed = {"block_size": config.block_size, "rounds": config.num_hashes}, options.seed
     if not config.shared_query_key:
@@ -106,7 +106,8 @@ def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, opt
         if config.shared_query_key:
             others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
             pairs = torch.where(others.any(-1, keepdim=True), others, pairs)
-        return dense_attention(query, key, value, mask_bias(pairs, torch.float64), scale=options.scale)
+        scores = (query.double() @ key.double().mT * options.scale).masked_fill(~pairs, -torch.inf)  # (BH, Nq, Nk)
+        return dense_softmax(scores, value)
 
     return by_heads(form, query, key, value, options)
 

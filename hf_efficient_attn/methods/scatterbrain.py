@@ -108,10 +108,8 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
     features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
 
     def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
-        block, (query, key) = (
-            torch.arange(key.shape[1], device=key.device) // config.block_size,
-            (query.double(), key.double()),
-        )
+        block = torch.arange(key.shape[1], device=key.device) // config.block_size
+        query, key = query.double(), key.double()
         bias = bias._replace(table=bias.table.double())
         exact, far = query @ key.mT * options.scale + bias.of_pairs(), log_weights_naive(query, key, features)
         far = far + block_bias(bias, config.block_size)[:, block][:, :, block]

@@ -76,8 +76,8 @@ def _choose(
     candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))  # (BH, C, D)
     factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
-    pivots = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
-    return take(candidates, pivots.candidate), factor  # (BH, m, D), (BH, 1, 1)
+    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
+    return take(candidates, pivot), factor  # (BH, m, D), (BH, 1, 1)
 
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

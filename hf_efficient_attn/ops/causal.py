@@ -17,7 +17,7 @@ it.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,6 @@ from hf_efficient_attn.ops.tokens import (
     slice_size,
     sliced,
     take,
-    take_both,
 )
 
 # Streams of random numbers on level 0.
@@ -73,7 +72,7 @@ class IntervalPlan(NamedTuple):
     block_k: int = 0
 
 
-def _levels(length: int, block_size: int) -> list[tuple[int, int]]:
+def sampled_intervals(length: int, block_size: int) -> list[tuple[int, int]]:
     """Return J sampled intervals and L tokens per interval for each level of a sequence of N = `length` tokens."""
     # The queries of block t have t-1 completed blocks before block t-1.
     completed = max(0, ceil_div(length, block_size) - 2)
@@ -87,7 +86,7 @@ def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
 
 def _later_queries(query: Tensor, block_size: int) -> Tensor:
     """Take the queries from block 1 on, padded for `_seen_by`: (BH, N, D) -> (BH, P, D)."""
-    ends = [2 * count * length for count, length in _levels(query.shape[1], block_size) if count > 1]
+    ends = [2 * count * length for count, length in sampled_intervals(query.shape[1], block_size) if count > 1]
     missing = max([query.shape[1] - block_size, *ends]) + block_size - query.shape[1]
     query = query[:, block_size:]
     return pad(query, (0, 0, 0, missing)) if missing else query
@@ -104,9 +103,7 @@ def _seen_by(x: Tensor, num_intervals: int, length: int) -> Tensor:
     return view[:, :, 1]
 
 
-def _interval_scores(
-    query: Tensor, key: Tensor, value: Tensor, level: int, length: int, options: SamplingOptions
-) -> Tensor:
+def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, options: SamplingOptions) -> Tensor:
     """Compute unnormalized sampling probabilities of the keys of J intervals of L tokens, from the interval's queries.
 
     `column_scores` computes them, with the softmax of each interval in place of D^-1 A_res.
@@ -116,13 +113,12 @@ def _interval_scores(
         key: (BH, J, L, D).
         value: (BH, J, L, Dv).
         level: the level of the intervals, which determines the probes.
-        length: L, the tokens of an interval.
         options: `scores` as in `SamplingOptions`.
 
     Returns:
         (BH J, 1, L).
     """
-    norms, acc_dtype = None, accumulation_dtype(value.dtype)
+    norms, acc_dtype, length = None, accumulation_dtype(value.dtype), key.shape[2]
     if callable(options.scores):
         pairs, seed = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True), seed_value(options.seed)
         logs = [options.scores(*split_scale_evenly(q, k, options.scale), seed)[0] for q, k in pairs]
@@ -147,22 +143,20 @@ def _ranks(
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
-def plan_intervals(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, options: SamplingOptions, num_hashes: int = 0
-) -> list[IntervalPlan]:
+def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingOptions) -> list[IntervalPlan]:
     """Sample num_samples / 2 keys of each interval, or all keys of shorter intervals, without a gradient.
 
-    With `num_hashes` the keys of the sampled intervals are also sorted by an angular hash and cut into blocks of
-    block_size / 2. A query gets the block in which its code lies, which does not depend on other queries.
+    With the near field "lsh" the keys of the sampled intervals are also sorted by an angular hash and cut into blocks
+    of a quarter of `options.block_size`. A query gets the block in which its code lies, which does not depend on other
+    queries.
 
     Args:
         query: (BH, N, D).
         key: (BH, N, D).
         value: (BH, N, Dv).
-        block_size: tokens of a block.
-        options: how the keys are sampled.
-        num_hashes: hyperplanes of the hash, or 0.
+        options: how the keys are sampled and hashed.
     """
+    block_size, num_hashes = options.causal_block, options.num_hashes if options.near_field == "lsh" else 0
     if not options.num_samples and not num_hashes:
         return []
     with torch.no_grad():
@@ -170,7 +164,7 @@ def plan_intervals(
         num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []
         is_even = options.scores == "uniform" and not options.independent
         later = _later_queries(query, block_size) if num_hashes else query
-        for level, (count, length) in enumerate(_levels(query.shape[1], block_size)):
+        for level, (count, length) in enumerate(sampled_intervals(query.shape[1], block_size)):
             queries, keys, values = (left_intervals(x, count, length) for x in (query, key, value))  # (BH, J, L, .)
             stream = _SAMPLES + 2 * level
             if is_even or not 0 < num_samples < length:
@@ -180,10 +174,10 @@ def plan_intervals(
                 log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
                 far = FarField(index, log_weight.expand_as(index))
             else:
-                scores = _interval_scores(queries, keys, values, level, length, options)
+                scores = _interval_scores(queries, keys, values, level, options)
                 offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
                 offset = offset.repeat_interleave(count).unsqueeze(1)
-                far = sample_keys(scores, offset, options._replace(num_samples=num_samples), complete=True)
+                far = sample_keys(scores, offset, options._replace(num_samples=num_samples))
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
@@ -205,34 +199,26 @@ def causal_near_far_attention(
     key: Tensor,
     value: Tensor,
     plans: Sequence[IntervalPlan],
-    *,
-    block_size: int,
-    num_exact: int,
-    scale: float,
-    dropout_p: float = 0.0,
+    options: SamplingOptions,
 ) -> Tensor:
-    """Compute the attention of a plan.
+    """Compute the attention of a plan. The first block_size + num_samples positions are exact at any length.
 
     Args:
         query: (BH, N, D).
         key: (BH, N, D).
         value: (BH, N, Dv).
         plans: the levels of the far field.
-        block_size: tokens of a block.
-        num_exact: the first positions, at least `block_size`, which are computed exactly in sequences of any length.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
+        options: the options of the plan.
 
     Returns:
         (BH, N, Dv).
     """
-    first = query[:, :num_exact], key[:, :num_exact], value[:, :num_exact]
-    exact = exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)
-    if query.shape[1] <= num_exact:
-        return exact
+    block_size, num_exact = options.causal_block, options.block_size + options.num_samples
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
+    exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
-        near = _near_partial(query, key, value, block_size, scale=scale, dropout_p=dropout_p)
+        near = _near_partial(query, key, value, block_size, call)
         queries, parts = _later_queries(query, block_size), []
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
@@ -240,23 +226,23 @@ def causal_near_far_attention(
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
             if query_block is None:
                 index = index + (integers(count, key.device) * 2 * length)[:, None]
-                keys, values = take_both(key, value, index)  # (BH, J, M, .)
-                part = attend(seeing, keys, values, log_weight.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+                keys, values = take(key, index), take(value, index)  # (BH, J, M, .)
+                part = attend(seeing, keys, values, log_weight.unsqueeze(2), **call)
             else:
                 own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
-                part = _hashed_and_sampled(seeing, keys, values, own, scale=scale, dropout_p=dropout_p)
+                part = _hashed_and_sampled(seeing, keys, values, own, call)
             parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
     tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
-    return torch.cat((exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=dropout_p > 0.0)), 1)
+    return torch.cat(
+        (exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=options.dropout_p > 0.0)), 1
+    )
 
 
-def _near_partial(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, *, scale: float, dropout_p: float
-) -> Partial:
+def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, call: dict[str, Any]) -> Partial:
     """Compute attention of the queries from block 1 on to their own block, causally, and to the block before it.
 
     (BH, N, D), (BH, N, D), (BH, N, Dv) -> Partial of out (BH, N - block_size, Dv) and lse (BH, N - block_size).
@@ -267,12 +253,12 @@ def _near_partial(
     key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))  # (BH, T, 2 block_size, .)
     block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)  # (block_size, block_size)
     bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
-    out, lse = attend(query, key, value, bias, scale=scale, dropout_p=dropout_p)
+    out, lse = attend(query, key, value, bias, **call)
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
 def _hashed_and_sampled(
-    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, *, scale: float, dropout_p: float
+    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, call: dict[str, Any]
 ) -> Partial:
     """Compute attention of the queries that see a level's intervals to their blocks of hashed keys and to the samples.
 
@@ -283,8 +269,7 @@ def _hashed_and_sampled(
         key: (BH, J, L, D).
         value: (BH, J, L, Dv).
         plan: the plan of the level, with blocks of hashed keys.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
+        call: scale and dropout_p of the call.
 
     Returns:
         Partial with out (BH, J, L or less, Dv).
@@ -308,7 +293,7 @@ def _hashed_and_sampled(
     far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
     bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
     key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)  # (S, T, block_k + M)
-    out, lse = attend(grouped, *take_both(key, value, key_index), bias, scale=scale, dropout_p=dropout_p)
+    out, lse = attend(grouped, take(key, key_index), take(value, key_index), bias, **call)
     out = take(out.flatten(1, 2), slot)
     return Partial(out.unflatten(0, shape[:2]), lse.flatten(1, 2).gather(1, slot).view(shape))
 

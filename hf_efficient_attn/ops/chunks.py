@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.causal import sampled_intervals
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced
 
@@ -50,39 +51,26 @@ class Chunks(NamedTuple):
     """C chunks of at most P tokens each.
 
     Attributes:
-        num_chunks: C.
-        size: P.
-        token: int64 (C, P), the tokens of each chunk; None if each chunk has the P tokens after those of the one
-            before.
+        token: int64 (C, P), the tokens of each chunk.
         valid: bool (C, P), False for entries that are padding; None if there is none.
     """
 
-    num_chunks: int
-    size: int
-    token: Tensor | None
+    token: Tensor
     valid: Tensor | None
 
     def take(self, x: Tensor) -> Tensor:
         """Take the tokens of x (BH, N, D): (BH, C, P, D)."""
-        if self.token is not None:
-            taken: Tensor = x.index_select(1, self.token.flatten()).unflatten(1, self.token.shape)
-            return taken
-        missing = max(0, self.num_chunks * self.size - x.shape[1])
-        x = pad(x, (0, 0, 0, missing)) if missing else x
-        view: Tensor = x[:, : self.num_chunks * self.size].unflatten(1, (self.num_chunks, self.size))
-        return view
+        taken: Tensor = x.index_select(1, self.token.flatten()).unflatten(1, self.token.shape)
+        return taken
 
 
-def chunks_between(start: Tensor, stop: Tensor, size: int, length: int, *, are_equal: bool = False) -> Chunks:
+def chunks_between(start: Tensor, stop: Tensor, size: int, length: int, are_full: bool) -> Chunks:
     """Make the chunks of the tokens from `start` to `stop` - 1, int64 (C,), at most `size`, of a sequence.
 
-    `are_equal` tells that all but the last have `size` tokens and begin where the one before ends.
+    `are_full` tells that all have `size` tokens.
     """
     token = start[:, None] + integers(size, start.device)
-    valid = token < stop[:, None]
-    if are_equal:
-        return Chunks(len(start), size, None, None if len(start) * size <= length else valid)
-    return Chunks(len(start), size, token.clamp(max=length - 1), valid)
+    return Chunks(token.clamp(max=length - 1), None if are_full else token < stop[:, None])
 
 
 def chunk_means(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -156,10 +144,11 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
         start, stop = (
             (index // in_parts * size + (index % in_parts + i) * size // in_parts).clamp(max=kv_len) for i in (0, 1)
         )
-        key_chunks.append(chunks_between(start, stop, most, kv_len, are_equal=size % in_parts == 0))
+        are_full = size % in_parts == kv_len % size == 0
+        key_chunks.append(chunks_between(start, stop, most, kv_len, are_full))
         # Query i of m covers the positions from i n / m to (i + 1) n / m among n keys.
         first, last = start * q_len // kv_len, (stop * q_len + kv_len - 1) // kv_len
-        query_part = chunks_between(first, last, ceil_div(most * q_len, kv_len) + 1, q_len)
+        query_part = chunks_between(first, last, ceil_div(most * q_len, kv_len) + 1, q_len, are_full=False)
         query_chunks.append(key_chunks[-1] if q_len == kv_len else query_part)
         if len(key_chunks) == 1:
             seen.append((index // in_parts != window_index[:, None] >> level) * (stop - start))  # (S, C)
@@ -190,7 +179,7 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOp
         out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out.flatten(1, 2)
         return out[:, :q_len] if slot is None else out.index_select(1, slot)
 
-    drawn = options.repeated(batch_heads, *(options.draw(i, chunks.num_chunks) for i, chunks in enumerate(key_chunks)))
+    drawn = options.repeated(batch_heads, *(options.draw(i, len(chunks.token)) for i, chunks in enumerate(key_chunks)))
     pairs = block_q if keeps_pairs(query, key, bias, options.scale, options.dropout_p) else 0
     size = slice_size(bias.numel() * max(dim, value.shape[2], pairs), device)
     return sliced(some_heads, query, key, value, *drawn, size=size, draws=options.dropout_p > 0.0)
@@ -211,11 +200,10 @@ def interval_levels(length: int, block: int, most: int) -> list[Level]:
     A query sees two blocks exactly. The completed blocks before them are split into intervals by the binary digits of
     their number. So on each level the tokens are pairs of intervals, and queries see the left one.
     """
-    completed, levels = max(0, ceil_div(length, block) - 2), []
-    for i in range(completed.bit_length()):
-        interval = block << i
+    levels = []
+    for count, interval in sampled_intervals(length, block):
         chunk = ceil_div(interval, min(interval, most))
-        levels.append(Level(interval, ((completed >> i) + 1) >> 1, chunk, ceil_div(interval, chunk)))
+        levels.append(Level(interval, count, chunk, ceil_div(interval, chunk)))
     return levels
 
 

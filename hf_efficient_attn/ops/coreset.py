@@ -64,7 +64,7 @@ def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
     this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
     """
     integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
-    bits, index = (1 << (count - 1).bit_length()) - 1, constant(_integers, count, integer, device=points.device)
+    bits, index = (1 << (count - 1).bit_length()) - 1, _integers(count, integer, points.device)
     landmarks = landmarks.mT
     offset = landmarks.square().sum(1, keepdim=True)
 
@@ -78,6 +78,7 @@ def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
     return sliced(some_heads, points, landmarks, offset, size=size).view(integer).bitwise_and(bits).long()
 
 
+@constant
 def _integers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=dtype, device=device)
 
@@ -102,8 +103,7 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
         (BH, m, N).
     """
     one, safe = (
-        constant(identity, kernel.shape[-1], factor, kernel.dtype, device=kernel.device)
-        for factor in (1.0, kernel.shape[-1] ** 0.5)
+        identity(kernel.shape[-1], factor, kernel.dtype, kernel.device) for factor in (1.0, kernel.shape[-1] ** 0.5)
     )
     system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
     with torch.no_grad():
@@ -118,6 +118,7 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
     return solved + inverse @ (right - system @ solved)
 
 
+@constant
 def identity(size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a multiple of the identity matrix."""
     return torch.eye(size, dtype=dtype, device=device) * factor
@@ -262,12 +263,12 @@ def add_keys(
     longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
     factors = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
     x, num_landmarks, exists = x * factors, coreset.key.shape[1], count[..., 0] > 0
-    position, valid = candidate_positions(exists, x.shape[1], max(_NUM_CANDIDATES, 2 * num_landmarks), x.device)
-    pivots = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
-    start = take(x, position.gather(1, pivots.candidate))  # (BH, m, D)
+    position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))
+    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
+    start = take(x, position.gather(1, pivot))  # (BH, m, D)
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
-        merged = sliced(_merged, x, clusters, weights, start, pivots.selected, size=size)
+        merged = sliced(_merged, x, clusters, weights, start, selected, size=size)
     landmark, clusters, weights = merged.split((points.shape[2], clusters.shape[2], clusters.shape[2]), 2)
     return GrowingCoreset(torch.where(clusters[..., -1:] > 0, landmark / factors + center, 0.0), clusters, weights)
 

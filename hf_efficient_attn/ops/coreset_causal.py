@@ -17,7 +17,7 @@ does not even depend on the length of the sequence. A query attends to
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     directions,
     group_queries,
     landmarks_naive,
-    largest,
     represent,
     scores_naive,
 )
@@ -57,39 +56,34 @@ from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, near_attention, 
 # from.
 _CANDIDATES, _QUERIES = 2048, 512
 # Near keys are found again when the position has grown by 1 / `_REFRESH`. A block has `_BLOCK_Q` queries of one group.
-# An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS`.
-_REFRESH, _BLOCK_Q, _FEW_GROUPS = 8, 16, 16
+# An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS` and at most `_GROUPS`.
+_REFRESH, _BLOCK_Q, _FEW_GROUPS, _GROUPS = 8, 16, 16, 128
 
 
 class CausalCoresetOptions(NamedTuple):
     """Options of `causal_coreset_attention`.
 
     Attributes:
-        num_exact: the first positions, which are computed exactly in sequences of any length; at least `num_near`, and
-            more than `block_size`.
+        num_exact: the first positions, which are computed exactly in sequences of any length; at least as many as near
+            keys, and more than `block_size`.
         block_size: tokens of a block. A query attends to its own block and the block before it exactly.
-        num_near: near keys of a group, w.
-        num_samples: landmarks, m.
-        num_groups: number of groups of queries, rounded down to a power of two.
-        seed: seed of the landmarks.
+        coreset: options for the landmarks and near keys of a long prefix.
     """
 
     num_exact: int
     block_size: int
-    num_near: int
-    num_samples: int
-    num_groups: int = 128
-    seed: Seed = 0
+    coreset: CoresetOptions
 
 
-def split_columns(columns: int, seed: Seed = 0) -> CausalCoresetOptions:
+def split_columns(columns: int, scale: float, seed: Seed = 0, dropout_p: float = 0.0) -> CausalCoresetOptions:
     """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks.
 
     Larger blocks have a smaller error on activations of GPT-2, and a larger error on activations of MiniLM.
     """
     block_size = max(1, 9 * columns // 32)
     near = (columns - 3 * block_size // 2) // 2
-    return CausalCoresetOptions(max(3 * columns // 2, block_size + 1), block_size, near, max(1, near), seed=seed)
+    coreset = CoresetOptions(max(1, near), _CANDIDATES, 1, 0, near, _GROUPS, 0.0, scale, seed, dropout_p)
+    return CausalCoresetOptions(max(3 * columns // 2, block_size + 1), block_size, coreset)
 
 
 class Epoch(NamedTuple):
@@ -116,9 +110,7 @@ def epochs(length: int, options: CausalCoresetOptions) -> Iterator[Epoch]:
         start = end
 
 
-def causal_coreset_attention(
-    query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float, dropout_p: float = 0.0
-) -> Tensor:
+def causal_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions) -> Tensor:
     """Compute causal attention to near keys exactly, and to all other keys through landmarks.
 
     Gradients flow through keys, values and weights, with all choices fixed.
@@ -128,80 +120,62 @@ def causal_coreset_attention(
         key: (BH, N, D).
         value: (BH, N, Dv).
         options: see `CausalCoresetOptions`.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
 
     Returns:
         (BH, N, Dv).
     """
+    call: dict[str, Any] = {"scale": options.coreset.scale, "dropout_p": options.coreset.dropout_p}
     with torch.autocast(query.device.type, enabled=False):
         first = (x[:, : options.num_exact] for x in (query, key, value))
-        outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
+        outs = [exact_attention(*first, is_causal=True, **call)]
         for epoch in epochs(query.shape[1], options):
 
             def some_heads(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch = epoch) -> Tensor:
-                return _epoch(query, key, value, epoch, options, scale, dropout_p)
+                return _epoch(query, key, value, epoch, options, call)
 
             tensors = (x[:, : epoch.end].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-            size = slice_size(epoch.end * max(options.num_samples, query.shape[2]) // 2, query.device)
-            outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(value.dtype))
+            size = slice_size(epoch.end * max(options.coreset.num_samples, query.shape[2]) // 2, query.device)
+            outs.append(sliced(some_heads, *tensors, size=size, draws=options.coreset.dropout_p > 0.0).to(value.dtype))
         return torch.cat(outs, 1)
 
 
-def _coreset_options(
-    epoch: Epoch, options: CausalCoresetOptions, scale: float, dropout_p: float = 0.0
-) -> CoresetOptions:
+def _coreset_options(epoch: Epoch, options: CausalCoresetOptions) -> CoresetOptions:
     prefix = epoch.start - options.block_size
-    num_groups = max((epoch.end - epoch.start) // (2 * _BLOCK_Q), _FEW_GROUPS)
-    return CoresetOptions(
-        num_samples=min(options.num_samples, prefix),
-        num_candidates=min(prefix, _CANDIDATES),
-        num_refinements=1,
-        num_probes=0,
-        block_size=options.num_near,
-        num_groups=min(options.num_groups, num_groups, prefix),
-        near_share=0.0,
-        scale=scale,
-        seed=options.seed,
-        dropout_p=dropout_p,
-    )
+    num_groups = min(options.coreset.num_groups, max((epoch.end - epoch.start) // (2 * _BLOCK_Q), _FEW_GROUPS), prefix)
+    num_samples, num_candidates = (min(x, prefix) for x in options.coreset[:2])
+    return options.coreset._replace(num_samples=num_samples, num_candidates=num_candidates, num_groups=num_groups)
 
 
 def _epoch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    epoch: Epoch,
-    options: CausalCoresetOptions,
-    scale: float,
-    dropout_p: float,
+    query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions, call: dict[str, Any]
 ) -> Tensor:
     """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
     start, size, length = epoch.start, options.block_size, epoch.end - epoch.start
-    chosen, prefix = _coreset_options(epoch, options, scale, dropout_p), start - size
+    chosen, prefix = _coreset_options(epoch, options), start - size
     num_blocks = ceil_div(length, size)
     key = key - key[:, :prefix].mean(1, keepdim=True)
     landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)
     # For queries of block t, landmarks represent the keys of the prefix and of the t blocks after the prefix.
     last = prefix + (num_blocks - 1) * size
-    segment = constant(_segments, last, prefix, size, device=key.device)
+    # Segment 0 is the prefix, and 1, 2, ... are the blocks after it.
+    segment = ((integers(last, key.device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
     keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
     values, bias = _running(*(x.unflatten(1, (num_blocks, -1)) for x in (keys.value, keys.bias)))
     blocks = pad_to_blocks(query[:, start:], size)  # (BH, T, size, D)
     centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, T, m, D)
-    far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p), length)
+    far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), **call), length)
 
     own = (pad_to_blocks(x[:, prefix:], size).flatten(1, 2) for x in (key, value))
     own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T, 2 size, .)
     block = torch.ones(size, size, dtype=torch.bool, device=query.device)  # (size, size)
     causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
-    window = _flat(attend(blocks, own_key, own_value, causal, scale=scale, dropout_p=dropout_p), length)
+    window = _flat(attend(blocks, own_key, own_value, causal, **call), length)
 
-    if not options.num_near:
+    if not chosen.block_size:
         return merge(window, far).out
     groups, near = _near_keys(query, key, epoch, prefix, chosen)
     tensors = key, value, landmarks.key, keys.landmark, keys.key_bias
-    exact, counted = near_attention(take(query[:, start:], groups.query), groups.slot, near, tensors, scale, dropout_p)
+    exact, counted = near_attention(take(query[:, start:], groups.query), groups.slot, near, tensors, **call)
     near_field = merge(window, Partial(exact.out, exact.lse.squeeze(2)))
     return replaced(*(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, counted, near_field)))
 
@@ -229,16 +203,11 @@ def _flat(blocks: Partial, length: int) -> Partial:
     return Partial(blocks.out.flatten(1, 2)[:, :length], blocks.lse.flatten(1, 2)[:, :length])
 
 
-def _segments(last: int, prefix: int, size: int, device: torch.device) -> Tensor:
-    """Number the segment of each of the first `last` keys, int64: 0 in the prefix, then 1, 2, ... for each block."""
-    return ((torch.arange(last, device=device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
-
-
 @torch.no_grad()
 def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions) -> tuple[Groups, Tensor]:
     """Put the L queries of an epoch in T blocks of groups, and find each block's near keys: int64 (BH, T, w)."""
     factor = directions(key[:, :prefix])  # (BH, D, F)
-    some = query.index_select(1, constant(even_positions, prefix, min(prefix, _QUERIES), device=key.device))
+    some = query.index_select(1, even_positions(prefix, min(prefix, _QUERIES), key.device))
     groups = group_queries(some @ factor, options.num_groups)
     mean = take(some, groups.query).mean(2)  # (BH, G, D)
     blocks, group = _in_blocks(nearest(query[:, epoch.start :] @ factor, mean @ factor), mean.shape[1])
@@ -246,15 +215,17 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: C
     # The near keys of each span and group, (BH, S, G, w), lie before the last two blocks.
     ends = [start - (epoch.start - prefix) for start in epoch.spans]
     scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)  # (BH, G, Nk)
-    near = [largest(scores[..., :prefix], options.block_size)]
+    near = [scores[..., :prefix].topk(options.block_size, dim=2, sorted=False)[1]]
     for before, end in itertools.pairwise(ends):
         new = torch.arange(before, end, device=key.device).expand(*near[0].shape[:2], -1)
         known = torch.cat((near[-1], new), 2)
-        near.append(known.gather(2, largest(scores.gather(2, known), options.block_size)))
-    span = constant(_spans, epoch, device=key.device)[blocks.query[:, :, 0]]
+        best = scores.gather(2, known).topk(options.block_size, dim=2, sorted=False)[1]
+        near.append(known.gather(2, best))
+    span = _spans(epoch, key.device)[blocks.query[:, :, 0]]
     return blocks, take(torch.stack(near, 1).flatten(1, 2), span * mean.shape[1] + group)
 
 
+@constant
 def _spans(epoch: Epoch, device: torch.device) -> Tensor:
     """Return the span of each query of an epoch, int64 (L,)."""
     first = torch.tensor(epoch.spans, device=device)  # (S,)
@@ -284,27 +255,25 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
     return Groups(query.unflatten(1, (num_blocks, _BLOCK_Q)), slot), of_block.clamp_(max=num_groups - 1)
 
 
-def causal_coreset_naive(
-    query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions, *, scale: float
-) -> Tensor:
+def causal_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions) -> Tensor:
     """Compute `causal_coreset_attention` in the readable form, by dense float64 matrices of one head after another.
 
     It makes the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
     """
     future = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
-    out = (scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(2) @ value.double()
+    out = (options.coreset.scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(
+        2
+    ) @ value.double()
     for epoch in epochs(query.shape[1], options):
         for head in range(len(query)):
             q, k, v = (x[head, : epoch.end] for x in (query, key, value))
-            out[head, epoch.start : epoch.end] = _naive_epoch(q, k, v, epoch, options, scale)
+            out[head, epoch.start : epoch.end] = _naive_epoch(q, k, v, epoch, options)
     return out
 
 
-def _naive_epoch(
-    query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions, scale: float
-) -> Tensor:
+def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions) -> Tensor:
     """Compute the output (L, Dv) of the queries of an epoch from all tokens up to its end."""
-    (start, end, _), size, chosen = epoch, options.block_size, _coreset_options(epoch, options, scale)
+    (start, end, _), size, chosen = epoch, options.block_size, _coreset_options(epoch, options)
     prefix, position = start - size, torch.arange(end, device=key.device)
     first_near = start + ((position[start:] - start) // size - 1) * size
     is_far, is_later = position < first_near[:, None], position > position[start:, None]
@@ -314,7 +283,7 @@ def _naive_epoch(
         k = k - k[:, :prefix].mean(1, keepdim=True)
         landmarks = choose_landmarks(q[:, :prefix], k[:, :prefix], chosen)
         landmark, is_near = nearest(k, landmarks.key)[0], ~is_far
-        if options.num_near:
+        if chosen.block_size:
             blocks, near = _near_keys(q, k, epoch, prefix, chosen)
             is_near = is_near.scatter(1, near[0][blocks.slot[0] // _BLOCK_Q], True)
 

@@ -10,17 +10,15 @@ Groups are made by halving: a group is sorted along the direction in which the s
 in the middle, until there are as many groups as asked for.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.coreset import cluster_sums, identity, nearest
 from hf_efficient_attn.ops.shards import Seed, seed_value
-from hf_efficient_attn.ops.thinning import gumbel
+from hf_efficient_attn.ops.thinning import draw_sizes, gumbel
 from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, integers, inverse, slice_size, sliced, take
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7 and .85, .6 has the least error.
@@ -34,6 +32,8 @@ NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
 _GROUP_DIMS, _LEAST_VARIANCE = 10, 0.001
 # In a draw: the least log weight relative to the largest one, and the least share of a point that is left over.
 _LEAST, _LEAST_LEFT = -1e4, 1e-12
+# `draw_apart` draws 64 points at first, then three times as many as all before.
+_GROWING = 64, 3, 2**31
 
 
 class CoresetOptions(NamedTuple):
@@ -84,53 +84,40 @@ class Landmarks(NamedTuple):
     choice: Tensor
 
 
+@constant
 def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
     """Return the middle of each of `count` equal parts of the sequence."""
     return ((torch.arange(count, dtype=torch.float64, device=device) + 0.5) * length / count).long()
 
 
-def _growing_draws(count: int) -> list[int]:
-    """Return the number of points that each draw of `draw_apart` selects: 64 at first, then 3 times all before it."""
-    sizes: list[int] = []
-    while sum(sizes) < count:
-        sizes.append(min(count - sum(sizes), max(64, 3 * sum(sizes))))
-    return sizes
-
-
 def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
-    """Draw standard Gumbel numbers (draws, C) for `draw_apart`. The numbers of a candidate do not depend on C.
+    """Draw standard Gumbel numbers (draws, 1, C) for `draw_apart`. The numbers of a candidate do not depend on C.
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
-    return constant(_gumbel_of_all, len(_growing_draws(count)), num_candidates, seed, like.dtype, device=like.device)
-
-
-def _gumbel_of_all(num_draws: int, num_candidates: int, seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return gumbel(num_draws, num_candidates, 1, seed_value(seed), dtype, device)[:, 0]
+    return gumbel(len(draw_sizes(count, *_GROWING)), num_candidates, 1, seed_value(seed), like.dtype, like.device)
 
 
 @torch.no_grad()
-def draw_apart(points: Tensor, power: float, numbers: Tensor, count: int, size: Tensor | None = None) -> Tensor:
+def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Tensor:
     """Draw points that are far from each other, in a few draws.
 
-    The probability of a point x grows with K(x, x)^power (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel K = exp(<x,
-    y>) and the nearest point p of the earlier draws. For power 1 this is the diagonal of K minus its Nystrom
-    approximation by p alone. With one draw per point this would be like k-means++ (Arthur & Vassilvitskii 2007).
+    The probability of a point x grows with s^`DRAW_POWER` (1 - K(x, p)^2 / (K(x, x) K(p, p))) for the kernel
+    K = exp(<x, y>) and the nearest point p of the earlier draws. For s = K(x, x) and power 1 this is the diagonal of K
+    minus its Nystrom approximation by p alone. With one draw per point this would be like k-means++ (Arthur &
+    Vassilvitskii 2007).
 
     Args:
         points: (BH, C, D).
-        power: see above.
-        numbers: (draws, C), from `gumbel_numbers`, the same for all heads.
+        size: (BH, C), log s, relative to the largest one.
+        numbers: (draws, 1, C), from `gumbel_numbers`, the same for all heads.
         count: m, at most C.
-        size: (BH, C), relative to the largest one, replaces log K(x, x), the squared norms, in the first factor.
 
     Returns:
         int64 (BH, m), indices of different points. The first ones are a choice of fewer.
     """
-    norm = points.square().sum(2)
-    size = norm - norm.amax(1, keepdim=True) if size is None else size
-    log_weight = (size * power).clamp(min=_LEAST)  # (BH, C)
-    weight_left, closest, picked, sizes = log_weight, None, [], _growing_draws(count)
+    norm, log_weight = points.square().sum(2), (size * DRAW_POWER).clamp(min=_LEAST)  # (BH, C)
+    weight_left, closest, picked, sizes = log_weight, None, [], draw_sizes(count, *_GROWING)
     for i, number in enumerate(sizes):
         index = (weight_left + numbers[i]).topk(number, dim=1)[1]
         picked.append(index)
@@ -149,11 +136,11 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
 
     The clusters have no gradient. The means have one.
     """
-    spread = constant(middle_positions, query.shape[1], min(query.shape[1], NUM_QUERIES), device=key.device)
+    spread = middle_positions(query.shape[1], min(query.shape[1], NUM_QUERIES), key.device)
     tilt = query.index_select(1, spread).mean(1, keepdim=True) * (TILT * options.scale)
     count = options.num_samples
     if key.shape[1] > options.num_candidates:
-        key = key.index_select(1, constant(even_positions, key.shape[1], options.num_candidates, device=key.device))
+        key = key.index_select(1, even_positions(key.shape[1], options.num_candidates, key.device))
     numbers = gumbel_numbers(count, key.shape[1], options.seed, key)
     points = key * options.root  # (BH, C, D)
     size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
@@ -162,7 +149,7 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     terms = torch.cat((key * weight, weight), 2)  # (BH, C, D + 1)
 
     def some_heads(key: Tensor, points: Tensor, size: Tensor, terms: Tensor) -> Tensor:
-        pivot = draw_apart(points, DRAW_POWER, numbers, count, size[..., 0])
+        pivot = draw_apart(points, size[..., 0], numbers, count)
         cluster = nearest(points, take(points, pivot))
         for _ in range(1, options.num_refinements):
             cluster = nearest(points, options.root * _means(cluster_sums(cluster, terms, count), take(key, pivot)))
@@ -242,7 +229,7 @@ def directions(key: Tensor) -> Tensor:
     # Where this is not finite, any groups will do.
     square = torch.bmm(key.mT, key).double()  # (BH, D, D)
     square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
-    square = square + constant(identity, key.shape[2], _LEAST_VARIANCE, torch.float64, device=key.device)
+    square = square + identity(key.shape[2], _LEAST_VARIANCE, torch.float64, key.device)
     basis = torch.bmm(square, square[..., :_GROUP_DIMS])  # (BH, D, F)
     image = torch.bmm(square, basis)  # (BH, D, F)
     lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
@@ -256,7 +243,7 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
     length, device = points.shape[1], points.device
     levels = min(num_groups, length).bit_length() - 1
     count = ceil_div(length, 1 << levels) << levels
-    copies = constant(even_positions, length, count, device=device)  # with more places than tokens, tokens repeat
+    copies = even_positions(length, count, device)  # with more places than tokens, tokens repeat
     points = points if count == length else points.index_select(1, copies)
     # Fourth powers of variances must not overflow.
     points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
@@ -266,19 +253,14 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
     slot = inverse(order)
     if count == length:
         return Groups(order.unflatten(1, (1 << levels, -1)), slot)
-    slot = slot.index_select(1, constant(_first_copies, length, count, device=device))
+    slot = slot.index_select(1, torch.searchsorted(copies, integers(length, device)))  # the first place of each query
     return Groups(copies[order].unflatten(1, (1 << levels, -1)), slot)
 
 
 @torch.no_grad()
 def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
     """Find the `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
-    return largest(torch.bmm(query if scale > 0.0 else -query, key.mT), count)
-
-
-def _first_copies(length: int, count: int, device: torch.device) -> Tensor:
-    """Return the first of the places of each token, if places are `even_positions`."""
-    return torch.searchsorted(even_positions(length, count, device), torch.arange(length, device=device))
+    return torch.bmm(query if scale > 0.0 else -query, key.mT).topk(count, dim=2, sorted=False)[1]
 
 
 def _halves(points: Tensor, levels: int) -> Tensor:
@@ -294,31 +276,6 @@ def _halves(points: Tensor, levels: int) -> Tensor:
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
         order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
     return order.view(batch_heads, length) % length
-
-
-def largest(scores: Tensor, count: int) -> Tensor:
-    """Find the indices of the largest scores of each row, unordered: (BH, G, N) -> int64 (BH, G, count).
-
-    However a row is cut into blocks, its `count` largest scores lie in the `count` blocks with the largest maxima. So
-    `topk`, which takes most of the time, sorts only N / size maxima and then count * size scores. The sum of both is
-    smallest for size = sqrt(N / count).
-    """
-    length = scores.shape[2]
-    size = 1 << round(math.log2(length / count) / 2) if count else 1
-    if size == 1 or ceil_div(length, size) + count * size >= length:
-        return scores.topk(count, dim=2, sorted=False)[1]
-    scores = pad(scores, (0, -length % size), value=-torch.inf) if length % size else scores
-    # Blocks of every N / size-th score: maxima of neighbors take seven times as long.
-    step = scores.shape[2] // size
-    best = scores.unflatten(2, (size, step)).amax(2).topk(count, dim=2, sorted=False)[1]  # (BH, G, count)
-    places = (best.unsqueeze(2) + constant(_multiples, size, step, device=scores.device)).flatten(2)
-    found: Tensor = places.gather(2, scores.gather(2, places).topk(count, dim=2, sorted=False)[1])
-    # Scores of -inf, where products overflow, are no larger than the padding at the end.
-    return found if scores.shape[2] == length else found.clamp(max=length - 1)
-
-
-def _multiples(count: int, step: int, device: torch.device) -> Tensor:
-    return (torch.arange(count, device=device) * step).unsqueeze(1)
 
 
 def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:

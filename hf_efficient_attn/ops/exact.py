@@ -293,7 +293,8 @@ def _window_and_global(
     # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
     position = torch.arange(length, device=device)  # (N,)
     if mask is None:
-        index, valid, skipped, local_mask = position[None, :num_global], None, num_global, None
+        index, skipped, local_mask = position[None, :num_global], num_global, None
+        valid = torch.ones_like(index, dtype=torch.bool)
     else:
         index = torch.where(mask, length - position, -position).topk(num_global, dim=1).indices
         valid, skipped = mask.gather(1, index), 0
@@ -303,10 +304,7 @@ def _window_and_global(
     )
     # All tokens attend to the global tokens. In the causal form only later tokens do; because of padding between the
     # tokens any token may come before a global one.
-    if valid is None:
-        allowed = torch.ones(1, length, num_global, dtype=torch.bool, device=device)
-    else:
-        allowed = valid[:, None].expand(-1, length, -1)
+    allowed = valid[:, None].expand(-1, length, -1)
     if is_causal:
         allowed = allowed & (index[:, None] <= position[:, None])  # (1 or BH, N, G)
     index_per_head = index.expand(query.shape[0], -1)  # (BH, G)
@@ -324,7 +322,7 @@ def _window_and_global(
     global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
     of_global = attend(global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)  # (1 or BH, N)
-    is_global = is_global.scatter(1, index, torch.ones_like(index, dtype=torch.bool) if valid is None else valid)
+    is_global = is_global.scatter(1, index, valid)
     # (BH, N, Dv), with the outputs of global tokens at their positions
     spread = local_out.scatter(1, index_per_head[:, :, None].expand_as(of_global), of_global)
     return torch.where(is_global[:, :, None], spread, local_out)
@@ -353,19 +351,3 @@ def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None,
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
     return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
-
-
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, log_weights: Tensor, *, scale: float) -> Tensor:
-    """Compute softmax(scale * query key^T + log_weights) value by dense float64 matrices; 0 for queries without a key.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        log_weights: float64 (BH, Nq, Nk).
-        scale: factor of the scores.
-
-    Returns:
-        (BH, Nq, Dv) in the dtype of `value`.
-    """
-    return dense_softmax(query.double() @ key.double().mT * scale + log_weights, value)

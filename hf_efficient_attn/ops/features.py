@@ -104,7 +104,7 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
     float32. The scale is split evenly between queries and keys; queries take its sign.
     """
     # Kept if the seed is a number, because QR takes longer than short attention: (F, D).
-    weight = constant(orthogonal_features, num_features, head_dim, seed, device=device) * abs(scale) ** 0.5
+    weight = orthogonal_features(num_features, head_dim, seed, device) * abs(scale) ** 0.5
     directions = weight.t() * LOG2_E  # (D, F)
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,6 +222,7 @@ def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
     return math.log(2 * num_features) if feature_map == "hedgehog" else -math.log(2 * num_features)
 
 
+@constant
 def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """Draw Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
 

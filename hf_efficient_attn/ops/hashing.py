@@ -21,7 +21,6 @@ from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
-    constant,
     integers,
     inverse,
     normal,
@@ -34,7 +33,7 @@ from hf_efficient_attn.ops.tokens import (
 
 
 class NearField(NamedTuple):
-    """The block of keys of each of T blocks of queries.
+    """The block of keys of each of T blocks of queries. In a plan of S rounds (`plan_rounds`) orders are (BH, S, N).
 
     A sorted index counts the keys (or queries) in the order of the plan; a position counts them in the sequence.
 
@@ -74,35 +73,18 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
     length, device = x.shape[1], x.device
     dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.
-    planes = constant(_last_first, x.shape[2], num_hashes, seed, x.dtype, device=device).expand(len(x), -1, -1)
-    sides = torch.bmm(planes, x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
-    if mask is None:
-        share = constant(_shares, length, num_hashes, dtype, device=device)
-    else:
-        count = mask.cumsum(1)
-        share = (count - 1).to(dtype) / count[:, -1:].clamp(min=1) + (2.0**num_hashes - 1.0) / 2.0
-        share = share.unsqueeze(1)
+    # The last hyperplane comes first, and all are negated, so that bit 1 has a negative sign: (r, D).
+    planes = -hyperplanes(x.shape[2], num_hashes, seed, device).t().flip(0).to(x.dtype)
+    sides = torch.bmm(planes.expand(len(x), -1, -1), x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
+    rank, count = integers(length, device)[None], torch.full((1, 1), length, device=device)
+    if mask is not None:
+        rank, count = mask.cumsum(1) - 1, mask.sum(1, keepdim=True).clamp(min=1)
+    share = rank.to(dtype) / count + (2.0**num_hashes - 1.0) / 2.0  # (1 or BH, N)
     # (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
     parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)  # (BH, r, N)
-    powers = constant(_powers, num_hashes, dtype, device=device).expand(len(x), -1, -1)
-    keys = torch.baddbmm(share, powers, parity).squeeze(1)  # (BH, N)
+    powers = -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device))  # -2^b / 2, the last b first
+    keys = torch.baddbmm(share.unsqueeze(1), powers.expand(len(x), 1, -1), parity).squeeze(1)  # (BH, N)
     return keys if mask is None else keys.masked_fill_(~mask, torch.inf)
-
-
-def _last_first(head_dim: int, num_hashes: int, seed: Seed, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the hyperplanes (r, D), the last one first, negated so that bit 1 has a negative sign."""
-    return -hyperplanes(head_dim, num_hashes, seed, device).t().flip(0).to(dtype)
-
-
-def _shares(length: int, num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return position / N plus the sum of 2^b / 2: (1, 1, N)."""
-    share = torch.arange(length, device=device).to(dtype) / length
-    return (share + (2.0**num_hashes - 1.0) / 2.0).view(1, 1, -1)
-
-
-def _powers(num_hashes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return -2^b / 2 from the last b to the first: (1, 1, r)."""
-    return -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device)).view(1, 1, -1)
 
 
 def plan_lsh(
@@ -162,26 +144,6 @@ _STREAM = 45
 _EXCLUDED = 1e30
 # The sorting key of a token is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
 _BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
-
-
-class Rounds(NamedTuple):
-    """The block of keys of each of T blocks of queries, in each of S rounds.
-
-    Attributes:
-        query_order: int64 (BH, S, Nq), the query at each sorted index. Block t starts at sorted index t * block_q.
-        key_order: int64 (BH, S, Nk), the key at each sorted index, valid keys first.
-        start: int64 (BH, S, T), the sorted index at which the block of keys starts.
-        block_q: queries of a block.
-        block_k: keys of a block.
-        num_keys: int64 (BH, 1), the number of valid keys, or None if all are valid.
-    """
-
-    query_order: Tensor
-    key_order: Tensor
-    start: Tensor
-    block_q: int
-    block_k: int
-    num_keys: Tensor | None
 
 
 def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
@@ -246,7 +208,7 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
 @torch.no_grad()
 def plan_rounds(
     query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
-) -> Rounds:
+) -> NearField:
     """Cut queries into blocks of `block_size`, each with 2 * block_size keys: its own and half of both neighbors.
 
     If the keys are not the queries, their mean is subtracted before hashing. Softmax attention does not change if the
@@ -284,15 +246,16 @@ def plan_rounds(
     start = block_starts(queries.flatten(0, 1), keys.flatten(0, 1), num_queries, of_rounds, block_size, block_k)
     start = start.unflatten(0, (batch_heads, rounds))  # (BH, S, T)
     if key_mask is None:
-        return Rounds(query_order, key_order, start, block_size, block_k, None)
+        return NearField(query_order, key_order, start, block_size, block_k, kv_len, q_len)
     short = (num_keys <= rounds * block_k)[:, :, None]
     disjoint = torch.arange(rounds, device=device)[:, None] * block_k
     key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
-    return Rounds(query_order, key_order, torch.where(short, disjoint, start), block_size, block_k, num_keys)
+    start = torch.where(short, disjoint, start)
+    return NearField(query_order, key_order, start, block_size, block_k, num_keys, num_queries)
 
 
 def rounds_attention(
-    query: Tensor, key: Tensor, value: Tensor, plan: Rounds, *, others: bool, scale: float, dropout_p: float = 0.0
+    query: Tensor, key: Tensor, value: Tensor, plan: NearField, *, others: bool, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
     """Compute the attention of a plan.
 
@@ -340,7 +303,8 @@ def rounds_attention(
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
-    tensors = query, key, value, plan.num_keys, plan.query_order, plan.key_order, plan.start
+    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
+    tensors = query, key, value, num_keys, plan.query_order, plan.key_order, plan.start
     size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
     # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as computing them again.
     return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
@@ -386,12 +350,13 @@ def _round_bias(
     return bias
 
 
-def dense_pairs(plan: Rounds) -> Tensor:
+def dense_pairs(plan: NearField) -> Tensor:
     """Mark the pairs of any round, in the readable form: bool (BH, Nq, Nk)."""
+    assert plan.query_order is not None and plan.key_order is not None
     (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
     pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
     for a in range(batch_heads):
-        num_keys = kv_len if plan.num_keys is None else int(plan.num_keys[a])
+        num_keys = plan.num_keys if isinstance(plan.num_keys, int) else int(plan.num_keys[a])
         for s in range(rounds):
             for t, start in enumerate(plan.start[a, s].tolist()):
                 queries = plan.query_order[a, s, t * plan.block_q : (t + 1) * plan.block_q]

@@ -59,9 +59,7 @@ def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: T
     """
     out = queries.new_empty(query_index.numel())
     flat_query, flat_key = query_index.reshape(-1), key_index.reshape(-1)
-    step = max(1, _NUMBERS // max(1, queries.shape[1]))
-    for start in range(0, out.numel(), step):
-        some = slice(start, start + step)
+    for some in query_blocks(out.numel(), queries.shape[1]):
         difference = queries.index_select(0, flat_query[some]).sub_(keys.index_select(0, flat_key[some]))
         torch.exp(difference.square_().sum(1).mul_(-0.5), out=out[some])
     return out.view(query_index.shape)
@@ -98,19 +96,11 @@ def collision_chance(ratio: Tensor) -> Tensor:
     return (1.0 - tails - slope).clamp(0.0, 1.0)
 
 
-def bucket_chance(distance: Tensor, family: Hash) -> Tensor:
-    """Compute the probability that two points at a distance (...) share a bucket of one table."""
-    chance: Tensor = collision_chance(distance / family.width) ** family.depth
-    return chance
-
-
 def _codes(points: Tensor, directions: Tensor, shifts: Tensor, factors: Tensor, family: Hash) -> Tensor:
     """Compute codes that tell buckets apart, int64 (T, n): a random linear hash of the cells modulo 2^64."""
     tables = directions.shape[1] // family.depth
     out = torch.empty(tables, points.shape[0], dtype=torch.int64, device=points.device)
-    step = max(1, _NUMBERS // max(1, directions.shape[1]))
-    for start in range(0, points.shape[0], step):
-        some = slice(start, start + step)
+    for some in query_blocks(len(points), directions.shape[1]):
         cells = torch.addmm(shifts, points[some].to(directions.dtype), directions, alpha=1.0 / family.width)
         cells = cells.floor_().to(torch.int64).mul_(factors).view(-1, tables, family.depth)
         out[:, some] = cells.sum(2).t()
@@ -206,16 +196,9 @@ def choose_hash(
     return best, lowest
 
 
-class Density(NamedTuple):
-    """Estimates of densities and their standard errors, float64 (Nq,) each."""
-
-    mean: Tensor
-    error: Tensor
-
-
 def gaussian_kde(
     points: Tensor, queries: Tensor, *, mu: float, tables: int, seed: Seed = 0, stream: int = 90
-) -> Density:
+) -> tuple[Tensor, Tensor]:
     """Estimate densities (1/n) sum_i k(q, x_i) by hashing-based importance sampling (Charikar & Siminelakis 2017).
 
     In each of M tables a query selects one of the keys in its bucket at random. The kernel value of this key, times the
@@ -232,6 +215,9 @@ def gaussian_kde(
         tables: M. Densities of mu and more have a relative error of about (M mu^(1/2))^(-1/2).
         seed: seed of the hash and of the sampling.
         stream: distinguishes the uses of one seed.
+
+    Returns:
+        The estimates and their standard errors, float64 (Nq,) each.
     """
     num_keys, num_queries = points.shape[0], queries.shape[0]
     radius = math.sqrt(2.0 * math.log(max(2.0, 1.0 / mu)))
@@ -250,13 +236,13 @@ def gaussian_kde(
         key_index = hashed.order.gather(1, sorted_index.clamp(max=num_keys - 1))  # (T, Nq)
         values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()
         distance = (-2.0 * values.clamp(min=1e-300).log()).sqrt()
-        chance = bucket_chance(distance, family).clamp(min=1e-300)
+        chance = (collision_chance(distance / family.width) ** family.depth).clamp(min=1e-300)
         estimates = torch.where((size > 0) & (values > 0), values * size / (num_keys * chance), 0.0)  # (T, Nq)
         total += estimates.sum(0)
         squares += estimates.square().sum(0)
     mean = total / tables
     error = ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
-    return Density(mean, error)
+    return mean, error
 
 
 class Part(NamedTuple):

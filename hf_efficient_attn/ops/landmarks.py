@@ -1,4 +1,4 @@
-"""Landmarks that are means of segments of the valid tokens, pseudo-inverses, and attention to a few keys."""
+"""Landmarks that are means of segments of the valid tokens, and pseudo-inverses."""
 
 from typing import NamedTuple
 
@@ -90,22 +90,17 @@ class LandmarkOptions(NamedTuple):
         num_landmarks: L.
         iterations: steps of `iterative_pinv`, or 0 for `damped_solve`.
         scale: factor of the scores.
+        dropout_p: probability of dropping a weight of F.
     """
 
     num_landmarks: int
     iterations: int
     scale: float
+    dropout_p: float
 
 
 def landmark_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    options: LandmarkOptions,
-    *,
-    dropout_p: float,
-    shards: Shards | None = None,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: LandmarkOptions, shards: Shards | None
 ) -> Tensor:
     """Compute F Z B V with F = softmax(Q K~^T), Z the pseudo-inverse of A = softmax(Q~ K~^T) and B = softmax(Q~ K^T).
 
@@ -119,7 +114,6 @@ def landmark_attention(
         value: (B, H_kv, Nk, Dv); key and value are 0 where they are masked.
         key_mask: bool (B, Nk), or None.
         options: the hyperparameters.
-        dropout_p: probability of dropping a weight of F.
         shards: the tokens of this process if processes share the sequence, or None.
 
     Returns:
@@ -170,11 +164,11 @@ def landmark_attention(
     if any_few:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
         values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
-        landmark_bias = mask_bias(~no_keys, acc_dtype)  # (BH, L)
+        landmark_bias = mask_bias(~no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
-    tensors = query.flatten(0, 1), keys, values.to(dtype), landmark_bias
-    return attention_to_few_keys(*tensors, scale=options.scale, dropout_p=dropout_p, dtype=result)
+    tensors = query.flatten(0, 1)[:, None].to(dtype), keys[:, None], values[:, None].to(dtype), landmark_bias
+    return attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0].to(result)
 
 
 def _all_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -234,34 +228,6 @@ def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
     return torch.cholesky_solve(a.transpose(-1, -2) @ right, factor).to(matrix.dtype)
 
 
-def attention_to_few_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float,
-    dropout_p: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute softmax(scale * query key^T + bias) value for many queries and a few keys.
-
-    Args:
-        query: (BH, N, D).
-        key: (BH, L, D), in the dtype of the products.
-        value: (BH, L, Dv), in the dtype of the products.
-        bias: (BH, L) in the accumulation dtype, or None; -inf excludes a key.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight of a query.
-        dtype: dtype of the result.
-
-    Returns:
-        (BH, N, Dv); 0 if the bias excludes all keys.
-    """
-    tensors = query.to(key.dtype)[:, None], key[:, None], value[:, None], None if bias is None else bias[:, None, None]
-    return attend(*tensors, scale=scale, dropout_p=dropout_p).out[:, 0].to(dtype)
-
-
 def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask: Tensor | None) -> Tensor:
     """Add the convolution of the valid tokens of value (B, H, N, Dv) with kernel (H, size) to an output like `value`.
 
@@ -285,15 +251,10 @@ def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask:
 
 
 def landmark_naive(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    options: LandmarkOptions,
-    kernel: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: LandmarkOptions, kernel: Tensor | None
 ) -> Tensor:
     """Compute `landmark_attention` and `add_convolution` in the readable form, by dense matrices, row after row."""
-    (q_len, kv_len), (count, iterations, scale), outs = (query.shape[2], key.shape[2]), options, []
+    (q_len, kv_len), (count, iterations, scale, _), outs = (query.shape[2], key.shape[2]), options, []
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
         return (scale * q @ k.mT).softmax(-1)

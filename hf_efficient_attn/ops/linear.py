@@ -338,13 +338,7 @@ def _of_others(log: Tensor, largest: Tensor, earlier_only: bool) -> Tensor:
 
 
 def features_beyond(
-    tokens: Tokens,
-    features: Features,
-    distance: int,
-    *,
-    is_causal: bool,
-    dropout_p: float = 0.0,
-    state: FeatureState | None = None,
+    tokens: Tokens, features: Features, distance: int, is_causal: bool, dropout_p: float, state: FeatureState | None
 ) -> list[Partial]:
     """Compute attention of query i to the keys up to i - `distance` (at least 1) and from i + `distance` on.
 

@@ -20,7 +20,6 @@ from hf_efficient_attn.ops.sampling import (
     SamplingOptions,
     column_scores,
     density_norms,
-    offsets_of_blocks,
     query_groups,
     row_weights,
     sample_keys,
@@ -31,7 +30,6 @@ from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     GatheredKeys,
     ceil_div,
-    constant,
     gathered_attention,
     integers,
     inverse,
@@ -51,24 +49,10 @@ _PROBED_ROWS = 48
 # The blocks of a hash must leave less than the window, by this factor and this difference. So rounding, which differs
 # between batches, never decides between equal near fields, as for queries that are all 0.
 _CLEARLY, _LEAST = 0.99**0.5, 1e-3
+# The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
+_TURN = 0.7548776662466927
 # Streams of random numbers.
-_PROBES, _ROWS = 11, 31
-
-
-class NearFieldOptions(NamedTuple):
-    """The kind and the sizes of the near field.
-
-    Attributes:
-        near_field: "lsh", "window", or "auto", which chooses one of the two for each head.
-        block_size: number of keys of a block.
-        num_hashes: number of hyperplanes of the hash.
-        block_q: number of queries of a block; by default `block_size` for "lsh", and half of it otherwise.
-    """
-
-    near_field: str
-    block_size: int
-    num_hashes: int
-    block_q: int | None = None
+_PROBES, _SAMPLES, _ROWS = 11, 12, 31
 
 
 class ExactRows(NamedTuple):
@@ -88,27 +72,21 @@ class ExactRows(NamedTuple):
 
 
 def make_plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    near_options: NearFieldOptions,
-    options: SamplingOptions,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: SamplingOptions
 ) -> tuple[NearField, FarField]:
     """Plan the near and the far field, without a gradient.
 
     Args:
         query: (BH, Nq, D).
-        key: (BH, Nk, D), with more keys than `near_options.block_size`.
+        key: (BH, Nk, D), with more keys than `options.block_size`.
         value: (BH, Nk, Dv).
         key_mask: bool (BH, Nk), True for valid keys, or None.
-        near_options: options of the near field.
-        options: options of the far field. Each block of queries has its own sample, by the scores of its group.
+        options: options of both fields. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
         num_samples, kind = options.num_samples, options.scores
         num_rows = max(_PROBED_ROWS, options.num_probes) if kind == "probe" else NUM_ROWS
-        near, rows = plan_near_field(query, key, key_mask, near_options, options, num_rows)
+        near, rows = plan_near_field(query, key, key_mask, options, num_rows)
         short = before = None
         if isinstance(near.num_keys, Tensor):
             # Sequences whose valid keys fit into the budget attend to all of them, as they would without padding.
@@ -117,16 +95,15 @@ def make_plan(
             before = (near.num_keys - near.block_k).clamp(min=0)
             near = near._replace(start=torch.where(short, before, near.start))
         num_blocks = 1 if options.shared else near.start.shape[1]
-        arguments = query.shape[0] // options.batch, num_blocks, options.seed
-        offset = constant(offsets_of_blocks, *arguments, device=query.device).repeat(options.batch, 1)
+        offset = offsets(query.shape[0] // options.batch, options.seed, _SAMPLES, query.device).unsqueeze(1)
+        offset = (offset + _TURN * integers(num_blocks, query.device).double()).frac().repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
         scores, group = sampling_scores(query, key, value, key_mask, near, rows, options)
         if short is not None and before is not None:
             only = (integers(key.shape[1], key.device) < before).to(scores.dtype).unsqueeze(1)
             scores = torch.where(short.unsqueeze(2), only, scores)
-        # Without a mask every score is positive, and there are more keys than samples.
-        far = sample_keys(scores, offset, options, group, complete=key_mask is None)
+        far = sample_keys(scores, offset, options, group)
         if short is not None and options.independent:
             # Sampling with replacement would not take every remaining key.
             every = sample_keys(scores, offset, options._replace(independent=False), group)
@@ -161,12 +138,7 @@ def plan_window(
 
 
 def plan_near_field(
-    query: Tensor,
-    key: Tensor,
-    key_mask: Tensor | None,
-    near_options: NearFieldOptions,
-    options: SamplingOptions,
-    num_rows: int = NUM_ROWS,
+    query: Tensor, key: Tensor, key_mask: Tensor | None, options: SamplingOptions, num_rows: int = NUM_ROWS
 ) -> tuple[NearField, ExactRows | None]:
     """Plan the near field. With "auto", also return the `num_rows` exact rows by which it was chosen.
 
@@ -180,7 +152,7 @@ def plan_near_field(
     tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
     or 64 rows, changes little; 16 rows are too few for DeiT.
     """
-    kind, block_k, num_hashes, block_q = near_options
+    kind, block_k, num_hashes, block_q = options[:4]
     if kind == "lsh":
         return plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, block_q), None
     window = plan_window(query, key, block_k, key_mask, block_q)
@@ -222,16 +194,12 @@ def _spread_queries(
     `shape` is (BH, Nq, D).
     """
     count, num_queries = min(num_rows, shape[1]), window.num_queries
-    if isinstance(num_queries, int):
-        return constant(_even_ranks, count, num_queries, seed, device=device).expand(shape[0], -1), None
     offset = uniform((1, count), seed, _ROWS, device)
+    if isinstance(num_queries, int):
+        return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
     sampled, step = num_queries.clamp(1, count), integers(count, device)
     ranks = ((step + offset) * num_queries / sampled).to(torch.int64)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
-
-
-def _even_ranks(count: int, num_queries: int, seed: Seed, device: torch.device) -> Tensor:
-    return stratified_ranks(count, num_queries, uniform((1, count), seed, _ROWS, device))
 
 
 def near_keys(near: NearField, sorted_index: Tensor) -> Tensor:
@@ -324,15 +292,7 @@ def sampling_scores(
 
 
 def near_far_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    near: NearField,
-    far: FarField,
-    *,
-    scale: float,
-    dropout_p: float = 0.0,
-    table: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, near: NearField, far: FarField, options: SamplingOptions
 ) -> Tensor:
     """Compute the attention of a plan.
 
@@ -345,13 +305,12 @@ def near_far_attention(
         value: (BH, Nk, Dv).
         near: the near field.
         far: the far field.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-        table: (BH, 2R + 1), the bias by distance, or None.
+        options: the options of the plan.
 
     Returns:
         (BH, Nq, Dv).
     """
+    table, dropout_p = options.table, options.dropout_p
     near_index = near.start[:, :, None] + integers(near.block_k, query.device)  # (BH, T, block_k)
     far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)  # (BH, T, M)
     # An index lies in the near field if clamping it to the near field does not change it.
@@ -371,7 +330,7 @@ def near_far_attention(
             position = pad_to_blocks(position.unsqueeze(2), near.block_q).squeeze(3)  # (1 or BH, T, block_q)
             bias = bias + bias_between(table, position, index)  # (BH, T, block_q, block_k + M)
         gathered = GatheredKeys(index, bias, near.block_q, order)
-        return gathered_attention(query, key, value, gathered, scale=scale, dropout_p=dropout_p)
+        return gathered_attention(query, key, value, gathered, scale=options.scale, dropout_p=dropout_p)
 
     tensors = query, key, value, index, bias, near.query_order, table
     size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)

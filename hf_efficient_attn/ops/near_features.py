@@ -59,6 +59,7 @@ class FeatureCall(NamedTuple):
         num_features: the number of features that slices are made for.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight of the window or a feature of a query.
+        is_causal: whether a query attends to the keys up to its own position only.
         window_size: number of keys of the window on each side; 0 for no window.
         log_weight: c, a tensor (H,) like `maps`, or one number; without effect if there is no window.
     """
@@ -68,6 +69,7 @@ class FeatureCall(NamedTuple):
     num_features: int
     scale: float
     dropout_p: float
+    is_causal: bool
     window_size: int = 0
     log_weight: Tensor | float = 0.0
 
@@ -109,31 +111,24 @@ State: TypeAlias = FeatureState | WindowState
 
 
 def feature_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    call: FeatureCall,
-    *,
-    is_causal: bool,
-    state: State | None = None,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall, state: State | None = None
 ) -> Tensor:
     """Compute attention of queries (B, H, Nq, D) to keys (B, H, Nk, D), values (B, H, Nk, Dv), mask (B, Nk) or None.
 
     As part of a recurrence it is causal and also takes the state of earlier tokens.
     """
     if call.window_size:
-        return _windowed(query, key, value, key_mask, call, is_causal, state)
+        return _windowed(query, key, value, key_mask, call, state)
 
     mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
     tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)  # (BH, N, .)
     features = call.features(query)
-    if not is_causal and features.directions is not None:
+    if not call.is_causal and features.directions is not None:
         return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
         tokens, features = Tokens(query, key, value, key_mask), call.of_maps(*rest[:2])
-        if is_causal:
+        if call.is_causal:
             before = FeatureState(*rest[2:]) if rest[2:] else None  # type: ignore[arg-type]
             return causal(tokens, features, call.dropout_p, before).out.to(value.dtype)
         return bidirectional(tokens, features, call.dropout_p).to(value.dtype)
@@ -141,7 +136,7 @@ def feature_attention(
     maps = (None if x is None else x.repeat(query.shape[0], 1, 1) for x in call.maps_for(query.shape[1]))
     before = (x.flatten(0, 1) for x in state or ())
     draws, count = call.dropout_p > 0.0, call.num_features
-    out = _over_heads(some_heads, *tokens, *maps, *before, num_features=count, draws=draws, is_causal=is_causal)
+    out = _over_heads(some_heads, *tokens, *maps, *before, num_features=count, draws=draws, is_causal=call.is_causal)
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
 
@@ -159,13 +154,7 @@ def _over_heads(
 
 
 def _windowed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    call: FeatureCall,
-    is_causal: bool,
-    state: State | None,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall, state: State | None
 ) -> Tensor:
     """Compute `feature_attention` with a window."""
     learned, first = [*call.maps_for(query.shape[1]), call.log_weight_for(query)], 0
@@ -180,13 +169,13 @@ def _windowed(
         query_map, key_map, log_weight, *sums = rest
         length, scale, dropout_p = query.shape[1], call.scale, call.dropout_p
         left = call.window_size if exporting_to_onnx() else min(call.window_size, length - 1)
-        right = 0 if is_causal else left
+        right = 0 if call.is_causal else left
         near = window_partial(query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p)
         if not exporting_to_onnx() and length <= call.window_size + 1:
             return near.out
         tokens, features = Tokens(query, key, value, mask), call.of_maps(query_map, key_map)
         before, distance = FeatureState(*sums) if sums else None, call.window_size + 1
-        far = features_beyond(tokens, features, distance, is_causal=is_causal, dropout_p=dropout_p, state=before)
+        far = features_beyond(tokens, features, distance, call.is_causal, dropout_p, before)
         return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(value.dtype)
 
     def of_batch(mask: Tensor | None, *tensors: Tensor | None) -> Tensor:
@@ -238,14 +227,7 @@ def read_state(query: Tensor, state: State, call: FeatureCall) -> Tensor:
 
 
 def sharded_feature_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None,
-    call: FeatureCall,
-    shards: Shards,
-    *,
-    is_causal: bool,
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall, shards: Shards
 ) -> Tensor:
     """Compute attention of a sequence that processes share, without a window. They exchange the states of their tokens.
 
@@ -258,10 +240,10 @@ def sharded_feature_attention(
         own_mask = None if key_mask is None else key_mask[:, some]
         state = add_tokens(state, key[:, :, some], value[:, :, some], own_mask, call)
     assert isinstance(state, FeatureState)
-    state = FeatureState(*(x.repeat_interleave(groups, 1) for x in _of_all(state, shards, is_causal)))
-    if is_causal:
+    state = FeatureState(*(x.repeat_interleave(groups, 1) for x in _of_all(state, shards, call.is_causal)))
+    if call.is_causal:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        return feature_attention(query, key, value, key_mask, call, is_causal=True, state=state)
+        return feature_attention(query, key, value, key_mask, call, state)
     return torch.cat([read_state(some, state, call) for some in query.split(_BLOCK, 2)], 2).to(value.dtype)
 
 

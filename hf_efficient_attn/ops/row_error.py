@@ -45,7 +45,7 @@ from hf_efficient_attn.ops.coreset import RIDGE, cluster_sums, nearest, regulari
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
 from hf_efficient_attn.ops.sampling import stratified_ranks
 from hf_efficient_attn.ops.shards import Seed
-from hf_efficient_attn.ops.tokens import constant, even_positions, take, uniform
+from hf_efficient_attn.ops.tokens import even_positions, take, uniform
 
 _STREAM = 31
 # Squarings of a Gram matrix: the leading eigenvector is found as by 2**6 steps of the power method.
@@ -206,13 +206,13 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
     """
     dtype = accumulation_dtype(query.dtype)
     queries, keys, values = (
-        x.index_select(1, constant(even_positions, x.shape[1], min(x.shape[1], count), device=x.device)).to(dtype)
+        x.index_select(1, even_positions(x.shape[1], min(x.shape[1], count), x.device)).to(dtype)
         for x, count in ((query, NUM_QUERIES), (key, NUM_KEYS), (value, NUM_KEYS))
     )
     keys = keys - keys.mean(1, keepdim=True)
     rough = _landmark_attention(queries, keys, values, scale)
-    error = row_error(rough, scaled_dot_product_attention(queries, keys, values, scale=scale)).estimate
-    return error.nan_to_num(nan=torch.inf)
+    exact = scaled_dot_product_attention(queries, keys, values, scale=scale)
+    return row_error(rough, exact).estimate.nan_to_num(nan=torch.inf)
 
 
 def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

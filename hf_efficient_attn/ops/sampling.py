@@ -12,7 +12,7 @@ from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed, seed_value
-from hf_efficient_attn.ops.tokens import constant, even_positions, integers, offsets, take, uniform, valid_first
+from hf_efficient_attn.ops.tokens import integers, take, uniform, valid_first
 
 # The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
@@ -20,10 +20,8 @@ NORM_VALUES = 384
 LEAST_SCORE = 1e-6
 # Replaces a sum of scores that is 0. No score is so small, and its inverse times `num_samples` is finite.
 _TINY = 1e-290
-# The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
-_TURN = 0.7548776662466927
-# Streams of random numbers.
-_INDEPENDENT, _SAMPLES = 3, 12
+# The stream of random numbers.
+_INDEPENDENT = 3
 
 # norms(queries (Nq, D), keys (Nk, D), seed) -> logs of the squared column norms of the softmax matrix of
 # queries keys^T, (Nk,), and of its row sums, (Nq,), both float64.
@@ -31,9 +29,13 @@ ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
 
 
 class SamplingOptions(NamedTuple):
-    """Options of the sampling of a far field.
+    """Options of the near field and of the sampling of the far field.
 
     Attributes:
+        near_field: "lsh", "window", or "auto", which chooses one of the two for each head.
+        block_size: number of keys of a block of the near field.
+        num_hashes: number of hyperplanes of the hash.
+        block_q: number of queries of a block; by default `block_size` for "lsh", and half of it otherwise.
         num_samples: number of samples per block of queries.
         scores: the unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe":
             estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2
@@ -45,9 +47,14 @@ class SamplingOptions(NamedTuple):
         batch: B. Sequences of a batch use the same random numbers.
         groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
         shared: whether all blocks of queries share one sample instead of having one each.
+        dropout_p: probability of dropping a weight.
         table: (BH, 2R + 1), the bias of the scores by distance (`hf_efficient_attn.ops.exact`), or None.
     """
 
+    near_field: str
+    block_size: int
+    num_hashes: int
+    block_q: int | None
     num_samples: int
     scores: str | ColumnNorms
     num_probes: int
@@ -57,7 +64,13 @@ class SamplingOptions(NamedTuple):
     batch: int
     groups: int = 1
     shared: bool = False
+    dropout_p: float = 0.0
     table: Tensor | None = None
+
+    @property
+    def causal_block(self) -> int:
+        """The number of tokens of a block of the causal form."""
+        return max(1, self.block_size // 2)
 
 
 class FarField(NamedTuple):
@@ -198,15 +211,7 @@ def density_norms(
     return out.to(accumulation_dtype(query.dtype)).unsqueeze(1)
 
 
-def offsets_of_blocks(num_heads: int, num_blocks: int, seed: Seed, device: torch.device) -> Tensor:
-    """Draw offsets in (0, 1) of the samples of a head's blocks: float64 (H, T)."""
-    turn = _TURN * torch.arange(num_blocks, device=device, dtype=torch.float64)
-    return (offsets(num_heads, seed, _SAMPLES, device).unsqueeze(1) + turn).frac()
-
-
-def sample_keys(
-    scores: Tensor, offset: Tensor, options: SamplingOptions, group: Tensor | None = None, complete: bool = False
-) -> FarField:
+def sample_keys(scores: Tensor, offset: Tensor, options: SamplingOptions, group: Tensor | None = None) -> FarField:
     """Sample keys: systematically without replacement, or independently as in the paper's Algorithm 1.
 
     Args:
@@ -214,7 +219,6 @@ def sample_keys(
         offset: float64 (BH, S) in (0, 1), the offset of each sample.
         options: sampling options.
         group: int64 (BH or 1, S), the scores from which each sample is drawn; None if G is 1.
-        complete: whether at least `num_samples` scores of each group are known to be positive.
     """
     num_samples = options.num_samples
     if options.independent:
@@ -222,7 +226,7 @@ def sample_keys(
         index, log_weight = independent_sample(scores, num_samples, numbers.frac(), group)
     else:
         probabilities = inclusion_probabilities(scores, num_samples)
-        index, log_weight = systematic_sample(probabilities, num_samples, offset, group, complete)
+        index, log_weight = systematic_sample(probabilities, num_samples, offset, group)
     return FarField(index, log_weight.to(accumulation_dtype(scores.dtype)))
 
 
@@ -265,8 +269,6 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     Returns:
         float64 (..., N), since sums of many probabilities select the samples.
     """
-    if not num_samples:
-        return torch.zeros_like(scores, dtype=torch.float64)
     highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
     rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
     # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
@@ -276,7 +278,7 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
 
 
 def systematic_sample(
-    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None, complete: bool = False
+    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sample at most `num_samples` different indices, index j with probability `probabilities[j]` (Madow 1949).
 
@@ -289,7 +291,6 @@ def systematic_sample(
         num_samples: number of points.
         offset: float64 (BH, S) in (0, 1), one for each of S samples.
         group: int64 (BH or 1, S), the group from which each sample is drawn; None if G is 1.
-        complete: whether every group is known to sum to `num_samples`, so that every point selects an index.
 
     Returns:
         index: int64 (BH, S, num_samples), ascending where an index is selected.
@@ -299,8 +300,6 @@ def systematic_sample(
     # Moved back a little, so that rounding moves no point beyond the end.
     points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)  # (BH, S, num_samples)
     index, probability = _locate(probabilities, points, num_samples + 1.0, group)
-    if complete:
-        return index, probability.log_().neg_()
     selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()
     return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
 
@@ -372,25 +371,19 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
     return ranks.clamp_(max=available - 1).clamp_(min=0)
 
 
-def candidate_positions(
-    key_mask: Tensor | None, kv_len: int, limit: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
 
     Args:
-        key_mask: bool (B, Nk), True for valid keys, or None.
-        kv_len: Nk.
+        key_mask: bool (B, Nk), True for valid keys.
         limit: the largest number of candidates.
-        device: device of the result.
 
     Returns:
-        position: int64 (B, C), or (1, C) without a mask. C is the smaller of `kv_len` and `limit`. The candidates that
-            exist come first, in ascending order.
-        valid: bool (B, C), which candidates exist, or None without a mask.
+        position: int64 (B, C). C is the smaller of Nk and `limit`. The candidates that exist come first, in ascending
+            order.
+        valid: bool (B, C), which candidates exist.
     """
-    count = min(kv_len, limit)
-    if key_mask is None:
-        return constant(even_positions, kv_len, count, device=device)[None], None
-    num_valid, rank = key_mask.sum(1, keepdim=True), torch.arange(count, device=device)
+    count = min(key_mask.shape[1], limit)
+    num_valid, rank = key_mask.sum(1, keepdim=True), integers(count, key_mask.device)
     spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
     return valid_first(key_mask).gather(1, spread), rank < num_valid

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.attend import Partial
 
 
@@ -35,18 +34,6 @@ class HeadSlice(NamedTuple):
 
     first: int
     total: int
-
-    def check(self, num_heads: int) -> None:
-        """Check that `num_heads` heads from the first one on exist.
-
-        Raises:
-            UnsupportedAttentionError: not all of these heads exist.
-        """
-        if self.first < 0 or self.first + num_heads > self.total:
-            raise UnsupportedAttentionError(
-                f"{num_heads} heads from head {self.first} on are not among the {self.total} heads of the layer: give "
-                "the number of the first head, and of all heads in all processes"
-            )
 
 
 class HeadSeed(NamedTuple):

@@ -19,7 +19,6 @@ round are determined by how many rounds follow it.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
     constant,
+    integers,
     slice_size,
     sliced,
     take,
@@ -43,36 +43,26 @@ _DRAWS, _HALVING = 5000, 60_000
 _FIRST_DRAW = 8
 # Log weights below `_LEAST`, relative to the largest one, are raised to it. Pivots that add nothing come last.
 _LEAST, _LAST = -1e4, -1e5
+# The residual of the unit diagonal below which a pivot adds nothing but rounding.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 # A bucket has at least this many pairs. Smaller buckets are hardly better than fair draws, and hardly cheaper.
 _BUCKET = 8
 # The smallest range of a draw, which pairs of equal tokens have. The kernel of other pairs is up to 1 + Dv.
 _TINY = 1e-20
 
 
-class Pivots(NamedTuple):
-    """Chosen candidates of every head.
-
-    Attributes:
-        candidate: int64 (BH, m), the indices of different candidates; 0 where none is left.
-        selected: bool (BH, m), False where none is left.
-    """
-
-    candidate: Tensor
-    selected: Tensor
-
-
-def _draw_sizes(num_pivots: int, block: int) -> list[int]:
-    """Return the number of pivots of each draw: at most as many as all earlier draws selected, except at first."""
-    sizes, total = [], 0
-    while total < num_pivots:
-        sizes.append(min(block, max(_FIRST_DRAW, total), num_pivots - total))
-        total += sizes[-1]
+def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
+    """Return the number of points of each draw: `first`, then `factor` times all before it, at most `largest`."""
+    sizes: list[int] = []
+    while sum(sizes) < count:
+        sizes.append(min(largest, max(first, factor * sum(sizes)), count - sum(sizes)))
     return sizes
 
 
+@torch.no_grad()
 def choose_pivots(
     points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
-) -> Pivots:
+) -> tuple[Tensor, Tensor]:
     """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
 
     A draw selects candidates without replacement, with probabilities proportional to the residual diagonal: the ones
@@ -90,20 +80,20 @@ def choose_pivots(
         block: the largest number of pivots that are drawn at a time.
 
     Returns:
-        `Pivots` (BH, m).
+        The indices of different candidates, int64 (BH, m); 0 where none is left, where the second
+        result, bool (BH, m), is False.
     """
-    (batch_heads, num_candidates, _), sizes = points.shape, _draw_sizes(num_pivots, block)
-    shape = len(sizes), num_candidates, batch_heads // batch
-    numbers = constant(gumbel, *shape, seed, points.dtype, device=points.device)  # (draws, H, C)
-    with torch.no_grad():
+    (batch_heads, num_candidates, _), sizes = points.shape, draw_sizes(num_pivots, _FIRST_DRAW, 1, block)
+    # (draws, H, C)
+    numbers = gumbel(len(sizes), num_candidates, batch_heads // batch, seed, points.dtype, points.device)
 
-        def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
-            return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
+    def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
+        return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
 
-        head = torch.arange(batch_heads, device=points.device) % (batch_heads // batch)
-        size = slice_size(num_pivots * num_candidates // 2, points.device)
-        index, selected = sliced(some_heads, points.detach(), valid, head, size=size).unbind(1)
-    return Pivots(index, selected > 0)
+    head = integers(batch_heads, points.device) % (batch_heads // batch)
+    size = slice_size(num_pivots * num_candidates // 2, points.device)
+    index, selected = sliced(some_heads, points, valid, head, size=size).unbind(1)
+    return index, selected > 0
 
 
 def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
@@ -112,7 +102,7 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
     Each draw appends the rows of its pivots to the factor of the Cholesky decomposition: the kernel matrix is about
     factor^T factor.
     """
-    tolerance, ridge = pivot_tolerance(points.dtype), 0.1 * pivot_tolerance(points.dtype)
+    tolerance, ridge = TOLERANCE[points.dtype], 0.1 * TOLERANCE[points.dtype]
     points = points * LOG2_E**0.5
     half_norm = 0.5 * points.square().sum(2, keepdim=True)  # (BH, C, 1)
     closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
@@ -149,11 +139,7 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
     return torch.cat(picked, 1), torch.cat(was_open, 1).long()
 
 
-def pivot_tolerance(dtype: torch.dtype) -> float:
-    """Return the residual of the unit diagonal below which a pivot adds nothing but rounding."""
-    return 1e-10 if dtype == torch.float64 else 1e-4
-
-
+@constant
 def gumbel(
     num_draws: int, num_candidates: int, num_heads: int, seed: Seed, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -162,21 +148,16 @@ def gumbel(
     return -(-torch.stack(draws).mT.log()).log().to(dtype)
 
 
-class _Round(NamedTuple):
-    """One round of halving: `num_pairs` pairs, in buckets of `bucket` pairs; the last bucket may have fewer."""
-
-    num_pairs: int
-    bucket: int
-
-
-def _rounds(kv_len: int, num_samples: int) -> list[_Round]:
+def _rounds(kv_len: int, num_samples: int) -> list[tuple[int, int]]:
     """Return the rounds that reduce `kv_len` tokens to `num_samples`, in reverse: the last round comes first.
+
+    A round has a number of pairs, and a number of pairs of each bucket; the last bucket may have fewer.
 
     Each round has twice as many pairs as the next one, in buckets of half the size, so all rounds cost the same.
     """
-    rounds: list[_Round] = []
+    rounds: list[tuple[int, int]] = []
     while (num_pairs := num_samples << len(rounds)) < kv_len:
-        rounds.append(_Round(num_pairs, max(ceil_div(num_samples, 1 << len(rounds)), min(_BUCKET, num_samples))))
+        rounds.append((num_pairs, max(ceil_div(num_samples, 1 << len(rounds)), min(_BUCKET, num_samples))))
     return rounds
 
 
@@ -185,7 +166,7 @@ def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, devi
 
     The numbers of a round do not depend on earlier rounds, and so not on `kv_len`.
     """
-    sizes = [round.num_pairs for round in _rounds(kv_len, num_samples)]
+    sizes = [num_pairs for num_pairs, _ in _rounds(kv_len, num_samples)]
     numbers = uniform_of_heads(sum(sizes), num_heads, seed, _HALVING, device)
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
@@ -223,24 +204,24 @@ def thin(
     count = (index * num_places < (place + 1) * num_tokens).double()
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
-    sizes = num_tokens.new_tensor([round.num_pairs for round in rounds])
+    sizes = num_tokens.new_tensor([num_pairs for num_pairs, _ in rounds])
     num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()  # rounds that have a pair of two tokens
     # A constant factor of the kernel has no influence. This one prevents overflow. exp2 is several times as fast as exp
     # on a CPU.
     key, value = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E), value.to(acc_dtype)
     value = value / value.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
     shift = key.square().sum(2).amax(1)  # (BH,)
-    for round, draw in zip(reversed(rounds), reversed(draws), strict=True):
+    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(draws), strict=True):
         # The margin belongs to a failure probability of 1/2, divided among the rounds and the pairs of a round.
-        margin = 0.5 + (8.0 * round.num_pairs * num_rounds).clamp(min=1.0).log()
-        missing = -round.num_pairs % round.bucket
-        shape = (batch_heads, -1, round.bucket)
+        margin = 0.5 + (8.0 * num_pairs * num_rounds).clamp(min=1.0).log()
+        missing = -num_pairs % bucket
+        shape = (batch_heads, -1, bucket)
         pairs = pad(index, (0, 2 * missing)).view(*shape, 2)  # (BH, T, P, 2)
         counts = pad(count, (0, 2 * missing)).view(*shape, 2)
-        size = slice_size(4 * (round.num_pairs + missing) * round.bucket, device)
+        size = slice_size(4 * (num_pairs + missing) * bucket, device)
         kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)  # (BH, T, P, P)
         kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)
-        index = pairs.gather(3, kept).flatten(1)[:, : round.num_pairs]  # (BH, num_pairs)
+        index = pairs.gather(3, kept).flatten(1)[:, :num_pairs]  # (BH, num_pairs)
         count = count.unflatten(1, (-1, 2)).sum(2)
     return index, count.log()
 
@@ -310,10 +291,10 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor]
     places = [(0, 0)] * (num_samples << len(rounds))
     for j in range(kv_len):
         places[j * len(places) // kv_len] = (j, 1)
-    for round, draw in zip(reversed(rounds), reversed(draws), strict=True):
-        margin, kept = 0.5 + math.log(8.0 * round.num_pairs * len(rounds)), []
-        for pair in range(round.num_pairs):
-            if pair % round.bucket == 0:
+    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(draws), strict=True):
+        margin, kept = 0.5 + math.log(8.0 * num_pairs * len(rounds)), []
+        for pair in range(num_pairs):
+            if pair % bucket == 0:
                 error, largest = key.new_zeros(kv_len), key.new_zeros(())
             (i, first), (j, second) = places[2 * pair], places[2 * pair + 1]
             if first and second:

@@ -13,11 +13,13 @@ order of calls, and the global random state is never touched. The hash is the fi
 domain), applied twice.
 """
 
+import functools
+import inspect
 import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -100,45 +102,51 @@ def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, .
 _KEPT, _KEPT_BYTES, _LARGEST_KEPT = 512, 1 << 25, 1 << 21
 
 
-def _make(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
-    return make(*arguments, device) if _contain_tensor(arguments) else unrecorded(make, *arguments, device)
+_Make = TypeVar("_Make", bound=Callable[..., Tensor])
 
 
-@replaced_in_graphs(_make)
-def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device) -> Tensor:
-    """Return make(*arguments, device), and keep the result for the next call with the same arguments.
+def constant(make: _Make) -> _Make:
+    """Decorate a function that makes a tensor, so that a result is kept for the next call with the same arguments.
 
     The last 512 results of up to 2 MiB are kept, of at most 32 MiB together. A result is not kept if the arguments
     contain a tensor, such as the seed of a call in training, or if it has no memory of its own: tensors of a graph that
     is recorded and of `torch.func` transforms have no meaning afterwards.
 
-    Args:
-        make: a function without side effects. It is part of the key, so it must not be a new lambda in every call.
-        *arguments: hashable, or tuples of such.
-        device: the device of the result.
-
-    Returns:
-        A tensor without gradient, which must not be modified.
+    The function has no side effects, and takes hashable arguments, the device among them. A result has no gradient and
+    must not be modified.
     """
-    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if is_fake or _contain_tensor(arguments):
-        return make(*arguments, device)
-    key = make, arguments, device
-    with _lock:
-        if key in _results:
-            _results.move_to_end(key)
-            return _results[key]
-    # An inference tensor could not be used in a later call with gradients.
-    with torch.inference_mode(False), torch.no_grad():
-        result = make(*arguments, device)
-    if not _has_memory(result) or result.untyped_storage().nbytes() > _LARGEST_KEPT:
+
+    def in_graph(*arguments: Any, **named: Any) -> Tensor:
+        if named or _contain_tensor(arguments):
+            return make(*arguments, **named)
+        return unrecorded(make, *arguments)
+
+    @replaced_in_graphs(in_graph)
+    @functools.wraps(make)
+    def call(*arguments: Any, **named: Any) -> Tensor:
+        if named:
+            arguments = inspect.signature(make).bind(*arguments, **named).args
+        is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if is_fake or _contain_tensor(arguments):
+            return make(*arguments)
+        key = make, arguments
+        with _lock:
+            if key in _results:
+                _results.move_to_end(key)
+                return _results[key]
+        # An inference tensor could not be used in a later call with gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            result = make(*arguments)
+        if not _has_memory(result) or result.untyped_storage().nbytes() > _LARGEST_KEPT:
+            return result
+        with _lock:
+            _results[key] = result
+            size = sum(x.untyped_storage().nbytes() for x in _results.values())
+            while size > _KEPT_BYTES or len(_results) > _KEPT:
+                size -= _results.popitem(last=False)[1].untyped_storage().nbytes()
         return result
-    with _lock:
-        _results[key] = result
-        size = sum(x.untyped_storage().nbytes() for x in _results.values())
-        while size > _KEPT_BYTES or len(_results) > _KEPT:
-            size -= _results.popitem(last=False)[1].untyped_storage().nbytes()
-    return result
+
+    return cast(_Make, call)
 
 
 _results: OrderedDict[Hashable, Tensor] = OrderedDict()
@@ -157,12 +165,9 @@ def _has_memory(x: Tensor) -> bool:
         return False
 
 
+@constant
 def integers(count: int, device: torch.device) -> Tensor:
     """Return 0, 1, ..., count - 1 as int64 (count,)."""
-    return constant(_integers, count, device=device)
-
-
-def _integers(count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device)
 
 
@@ -170,16 +175,15 @@ _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
 
 
-def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+def _uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
     """Draw float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
-    return constant(_uniform, shape, seed_value(seed), stream, device=device)
-
-
-def _uniform(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
-    start: Any = seed * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
+    start: Any = seed_value(seed) * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
     bits = _mix(_mix(integers(math.prod(shape), device) + 1) + _mix(_mix(start) + stream + 1))
     numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
     return numbers.reshape(shape)
+
+
+uniform = constant(_uniform)
 
 
 def _mix(x: _Bits) -> _Bits:
@@ -190,25 +194,19 @@ def _mix(x: _Bits) -> _Bits:
     return x ^ (x >> 16)
 
 
+@constant
 def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
     """Draw independent standard normal float64 numbers (Box-Muller)."""
-    return constant(_normal, shape, seed_value(seed), stream, device=device)
-
-
-def _normal(shape: tuple[int, ...], seed: int | Tensor, stream: int, device: torch.device) -> Tensor:
     radius = (-2.0 * _uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
     return radius * (2.0 * math.pi * _uniform(shape, seed, 2 * stream + 102, device)).cos()
 
 
+@constant
 def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
     """Draw a float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same offsets.
 
     The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
     """
-    return constant(_offsets, num_heads, seed, stream, device=device)
-
-
-def _offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
     head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first  # (H,)
     return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
 
@@ -260,21 +258,13 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return torch.embedding(x.reshape(-1, x.shape[2]), flat_index(index, x.shape[1]))
 
 
-def take_both(key: Tensor, value: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Take tokens of two tensors (BH, N, D) and (BH, N, Dv) by the same index, with fewer operations than `take`."""
-    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-        return take(key, index), take(value, index)
-    flat, rows = flat_index(index, key.shape[1]), (x.reshape(-1, x.shape[2]) for x in (key, value))
-    keys, values = (torch.embedding(x, flat) for x in rows)
-    return keys, values
-
-
 def flat_index(index: Tensor, length: int) -> Tensor:
     """Turn an index (BH, ...) into the tokens of each head into one into the tokens of all heads in turn: (BH, ...)."""
-    flat: Tensor = index + constant(_first_tokens, index.shape[0], length, index.ndim, device=index.device)
+    flat: Tensor = index + _first_tokens(index.shape[0], length, index.ndim, index.device)
     return flat
 
 
+@constant
 def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device) -> Tensor:
     """Return the index of each head's first token if the tokens of all heads follow one another: (BH, 1, ...)."""
     return (torch.arange(batch_heads, device=device) * length).view(-1, *[1] * (ndim - 1))
@@ -291,6 +281,7 @@ def valid_first(key_mask: Tensor) -> Tensor:
     return (~key_mask).to(torch.int8).argsort(dim=1, stable=True)
 
 
+@constant
 def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
     """Return `count` evenly spaced positions, int64 (count,)."""
     return torch.arange(count, device=device) * kv_len // count
@@ -336,7 +327,7 @@ def gathered_attention(
 
     def some_heads(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
         # (BH, T, block_q, Dv)
-        return attend(blocks, *take_both(key, value, index), bias, scale=scale, dropout_p=dropout_p).out
+        return attend(blocks, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
 
     blocks = pad_to_blocks(query if order is None else take(query, order), block_q)  # (BH, T, block_q, D)
     pairs = block_q if keeps_pairs(blocks, key[:, None], bias, scale, dropout_p) else 0

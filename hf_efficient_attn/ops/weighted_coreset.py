@@ -42,7 +42,7 @@ from hf_efficient_attn.ops.coreset_landmarks import (
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.tokens import constant, integers, slice_size, sliced, take, take_both
+from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take
 
 # Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the
 # query attends to its near keys only.
@@ -134,7 +134,7 @@ def compute_probes(
 
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
-    position = constant(middle_positions, query.shape[1], options.num_probes, device=key.device)
+    position = middle_positions(query.shape[1], options.num_probes, key.device)
     rows, bias = query.index_select(1, position), None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
     variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
@@ -168,12 +168,7 @@ def corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
     """Add what the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
     missing = probes.out - out.index_select(1, probes.position)
     factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))  # (BH, D + 1, P) @ (BH, P, Dv)
-
-    def some_heads(query: Tensor, out: Tensor, size: Tensor, middle: Tensor, factor: Tensor) -> Tensor:
-        return torch.baddbmm(out, _features(query, size, middle), factor)
-
-    size = slice_size(query[0].numel() // _LARGER_SLICES, query.device)
-    return sliced(some_heads, query, out, probes.size, probes.middle, factor, size=size)
+    return torch.baddbmm(out, _features(query, probes.size, probes.middle), factor)
 
 
 def _weight_of_probes(missing: Tensor) -> Tensor:
@@ -225,10 +220,10 @@ def near_attention(
     key, value, centers, landmark, key_bias = keys
     flat = near.flatten(1)
     own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
-    near_key, values = take_both(key, value, near)  # (BH, G, w, D), (BH, G, w, Dv)
+    near_key, values = take(key, near), take(value, near)  # (BH, G, w, D), (BH, G, w, Dv)
     exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
     counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-    parts = torch.cat((exact.out, counted.out, exact.lse.unsqueeze(3), counted.lse.unsqueeze(3)), 3)
+    parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)
     outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
     return Partial(outs[0], outs[2]), Partial(outs[1], outs[3])
 

@@ -46,7 +46,7 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     k = k - k.mean(1, keepdim=True)
     tau_squared = 3.94582 * k.norm(dim=2).amax(1) / q.norm(dim=2).amax(1)
     factor = (beta / tau_squared)[:, None, None]
-    pivot = choose_pivots(k * factor.sqrt(), None, 9, seed=5, batch=1).candidate
+    pivot = choose_pivots(k * factor.sqrt(), None, 9, seed=5, batch=1)[0]
     coreset = k.gather(1, pivot.unsqueeze(2).expand(-1, -1, 6))
     weights = torch.linalg.inv((factor * coreset @ coreset.mT).exp()) @ (factor * coreset @ k.mT).exp()
     basis = (beta * q @ coreset.mT).exp()

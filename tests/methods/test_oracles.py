@@ -19,7 +19,7 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 import hf_efficient_attn as hea
 from each import close, differs
 from hf_efficient_attn.ops.features import orthogonal_features
-from hf_efficient_attn.ops.hashing import Rounds, bucket_codes, rounds_attention
+from hf_efficient_attn.ops.hashing import NearField, bucket_codes, rounds_attention
 from hf_efficient_attn.ops.tokens import inverse
 from instances import inputs, numbers
 
@@ -109,15 +109,15 @@ def test_nystrom_attention(count, batch, residual, steps):
     same(ours, layer(x), tolerance=1e-9 if count == 1 else 1e-6)
 
 
-def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> Rounds:
+def chunk_plan(codes: torch.Tensor, mask, size: int, before: int, after: int) -> NearField:
     """The plan in which each chunk attends to itself, `before` chunks before it and `after` chunks after it."""
     largest = torch.iinfo(codes.dtype).max
     order = (codes if mask is None else codes.masked_fill(~mask[:, None], largest)).argsort(dim=-1, stable=True)
     chunks = codes.shape[2] // size
     span = (1 + before + after) * size
     start = ((torch.arange(chunks) - before) * size).clamp(0, codes.shape[2] - span)
-    count = None if mask is None else mask.sum(1, keepdim=True)
-    return Rounds(order, order, start.expand(*codes.shape[:2], -1), size, span, count)
+    count = codes.shape[2] if mask is None else mask.sum(1, keepdim=True)
+    return NearField(order, order, start.expand(*codes.shape[:2], -1), size, span, count, count)
 
 
 @pytest.mark.parametrize("padding", [0, 21])

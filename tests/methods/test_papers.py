@@ -16,7 +16,7 @@ from each import close, differs, refuses
 from hf_efficient_attn.methods import approx_kmv, eva, get_method
 from hf_efficient_attn.ops import hashing
 from hf_efficient_attn.ops.features import orthogonal_features
-from hf_efficient_attn.ops.hashing import Rounds, bucket_codes, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.hashing import NearField, bucket_codes, plan_rounds, rounds_attention
 from hf_efficient_attn.ops.landmarks import DAMPING, damped_solve, find_segments, iterative_pinv, segment_sums
 from hf_efficient_attn.ops.tokens import inverse, normal
 from instances import inputs, numbers, padding_mask, relative_error
@@ -226,12 +226,12 @@ HEAD_DIM = 8
 reformer = hea.functional.reformer_attention
 
 
-def pairs_of_rounds(plan: Rounds) -> torch.Tensor:
+def pairs_of_rounds(plan: NearField) -> torch.Tensor:
     """The set P_i of every round: bool (BH, S, Nq, Nk)."""
     query_index, key_index = (inverse(x.flatten(0, 1)).view_as(x) for x in (plan.query_order, plan.key_order))
     start = plan.start.gather(2, query_index // plan.block_q).unsqueeze(3)
     pairs = (key_index.unsqueeze(2) >= start) & (key_index.unsqueeze(2) < start + plan.block_k)
-    if plan.num_keys is not None:
+    if isinstance(plan.num_keys, torch.Tensor):
         pairs &= (key_index < plan.num_keys[:, :, None]).unsqueeze(2)
     return pairs
 

@@ -17,7 +17,7 @@ from hf_efficient_attn.ops.coreset import nearest
 from hf_efficient_attn.ops.coreset_causal import causal_coreset_attention, causal_coreset_naive, split_columns
 from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.sampling import candidate_positions
-from hf_efficient_attn.ops.thinning import Pivots, choose_pivots
+from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
 
 CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}
@@ -32,9 +32,9 @@ def points_of(content: str, batch_heads: int = 6, count: int = 50, dim: int = 5)
 VALID = torch.arange(50) < torch.tensor([50, 41, 20, 5, 0, 1])[:, None]
 
 
-def assert_different_valid(pivots: Pivots, valid: torch.Tensor | None, count: int) -> None:
+def assert_different_valid(pivots: tuple[Tensor, Tensor], valid: torch.Tensor | None, count: int) -> None:
     """As many different valid candidates as there are, up to `count`."""
-    valid = torch.ones(len(pivots.candidate), 50, dtype=torch.bool) if valid is None else valid
+    valid = torch.ones(len(pivots[0]), 50, dtype=torch.bool) if valid is None else valid
     for index, selected, exists in zip(*pivots, valid, strict=True):
         chosen = index[selected]
         assert chosen.unique().numel() == len(chosen) == min(count, exists.sum())
@@ -43,10 +43,10 @@ def assert_different_valid(pivots: Pivots, valid: torch.Tensor | None, count: in
 
 def choose_pivots_naive(
     points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 64
-) -> Pivots:
+) -> tuple[Tensor, Tensor]:
     """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
     batch_heads, num_candidates, _ = points.shape
-    sizes, num_heads = thinning._draw_sizes(num_pivots, block), batch_heads // batch
+    sizes, num_heads = thinning.draw_sizes(num_pivots, 8, 1, block), batch_heads // batch
     gumbel = thinning.gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
     index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
     selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
@@ -60,7 +60,7 @@ def choose_pivots_naive(
         for draw, size in enumerate(sizes):
             diagonal = residual.diagonal().clamp(min=0.0)
             scores = gumbel[draw, a % num_heads] + thinning._LAST
-            new = diagonal > thinning.pivot_tolerance(points.dtype)
+            new = diagonal > thinning.TOLERANCE[points.dtype]
             scores[new] = (diagonal.log() + norm + gumbel[draw, a % num_heads])[new]
             scores[~exists] = -torch.inf
             scores[chosen] = -torch.inf
@@ -71,7 +71,7 @@ def choose_pivots_naive(
             residual = residual - residual[:, used] @ inverse @ residual[used]
         index[a, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
         selected[a, : len(chosen)] = True
-    return Pivots(index, selected)
+    return index, selected
 
 
 @pytest.mark.parametrize("content", CONTENT)
@@ -80,7 +80,7 @@ def test_pivots_are_those_of_the_readable_form(content):
     for valid, count in itertools.product((None, VALID), (1, 8, 37)):
         ours = choose_pivots(points, valid, count, seed=3, batch=3)
         naive = choose_pivots_naive(points, valid, count, seed=3, batch=3)
-        assert torch.equal(ours.candidate, naive.candidate) and torch.equal(ours.selected, naive.selected)
+        assert all(map(torch.equal, ours, naive))
         assert_different_valid(ours, valid, count)
 
 
@@ -96,7 +96,7 @@ def test_pivots_in_float32_are_different_and_valid(content, factor):
 def test_first_pivot_has_the_probability_of_its_diagonal():
     points = numbers(1, 4, 2).mul(0.7)
     # Heads have independent numbers, so that many equal heads are many draws.
-    index = choose_pivots(points.expand(20000, -1, -1), None, 1, seed=0, batch=1).candidate
+    index = choose_pivots(points.expand(20000, -1, -1), None, 1, seed=0, batch=1)[0]
     shares = index.flatten().bincount(minlength=4) / 20000
     expected = points[0].square().sum(1).softmax(0)
     torch.testing.assert_close(shares.double(), expected, atol=0.015, rtol=0.0)
@@ -121,13 +121,13 @@ def test_regularized_solve_of_an_indefinite_matrix(needs_grad):
 
 def test_candidates_are_spread_over_the_valid_keys():
     for length, limit in ((10, 20), (20, 20), (41, 20)):
-        position, valid = candidate_positions(None, length, limit, torch.device("cpu"))
-        assert valid is None and position.shape == (1, min(length, limit))
+        position, valid = candidate_positions(torch.ones(1, length, dtype=torch.bool), limit)
+        assert valid.all() and position.shape == (1, min(length, limit))
         gaps = position[0].diff()
         assert position[0, 0] == 0 and gaps.min() >= length // limit and gaps.max() <= -(-length // limit)
     mask = torch.rand(5, 60, generator=torch.Generator().manual_seed(0)) < torch.tensor([[0.9], [0.5], [0.2], [0], [2]])
-    for position, valid, keys in zip(*candidate_positions(mask, 60, 20, torch.device("cpu")), mask, strict=True):
-        alone, _ = candidate_positions(None, int(keys.sum()), 20, torch.device("cpu"))
+    for position, valid, keys in zip(*candidate_positions(mask, 20), mask, strict=True):
+        alone, _ = candidate_positions(keys[keys][None], 20)
         assert torch.equal(position[valid], keys.nonzero()[:, 0][alone[0]])
         assert valid.int().diff().max() <= 0  # the ones that exist come first
     points, landmarks = numbers(3, 40, 5).float(), numbers(3, 9, 5, seed=1).float()
@@ -138,7 +138,7 @@ def test_a_draw_apart_does_not_repeat_a_cluster():
     """A hundred far clusters, and 64 points at once: the next draw sees which clusters are left."""
     centers = 6.0 * numbers(1, 100, 5).float()
     points = centers.repeat(1, 10, 1) + 0.01 * numbers(1, 1000, 5, seed=1).float()
-    chosen = draw_apart(points, 0.0, gumbel_numbers(256, 1000, 0, points), 256)
+    chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel_numbers(256, 1000, 0, points), 256)
     assert (chosen[0] % 100).unique().numel() == 100
     assert chosen.unique().numel() == 256
 
@@ -153,7 +153,8 @@ def tensors(length, seed=0):
 
 
 def causal(query, key, value, columns, scale=8**-0.5, **changes):
-    return causal_coreset_attention(query, key, value, split_columns(columns)._replace(**changes), scale=scale)
+    options = split_columns(columns, scale)
+    return causal_coreset_attention(query, key, value, options._replace(coreset=options.coreset._replace(**changes)))
 
 
 def exact(*tensors, scale=None):
@@ -164,7 +165,7 @@ def test_the_first_positions_and_short_sequences_are_exact():
     """Up to `num_exact` positions the output is softmax attention; after that it is not."""
     given = tensors(60)
     out, expected = causal(*given, 16), exact(*given)
-    assert split_columns(16).num_exact == 24
+    assert split_columns(16, 1.0).num_exact == 24
     close(out[:, :24], expected[:, :24])
     assert relative_error(out[:, 24:], expected[:, 24:]) > 0.01
     close(causal(*(x[:, :20] for x in given), 16), expected[:, :20])
@@ -184,7 +185,7 @@ def test_near_keys_by_content_serve_heads_that_look_far_back():
     key = 4.0 * torch.nn.functional.normalize(topic + 0.3 * numbers(2, 1200, 32, seed=1), dim=2)
     given = [x.float() for x in (key.roll(500, 1) * 1.5, key, numbers(2, 1200, 8, seed=2))]
     expected = exact(*given, scale=1.0)
-    found = [causal(*given, 96, scale=1.0, num_near=near) for near in (0, 36)]
+    found = [causal(*given, 96, scale=1.0, block_size=near) for near in (0, 36)]
     errors = [relative_error(out[:, 600:], expected[:, 600:]) for out in found]
     assert errors[1] < 0.5 * errors[0]
 
@@ -193,7 +194,7 @@ def test_near_keys_by_content_serve_heads_that_look_far_back():
 def test_tiny_far_weights_do_not_round_the_near_field_away(seed):
     """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
     given = [x * 3.0 ** numbers(4, 60, 1, seed=10 + i) for i, x in enumerate(tensors(60, seed))]
-    expected = causal_coreset_naive(*given, split_columns(4), scale=1.7)
+    expected = causal_coreset_naive(*given, split_columns(4, 1.7))
     promises.assert_close(causal(*given, 4, scale=1.7), expected, 1e-9)
 
 
@@ -254,7 +255,7 @@ def test_halving_represents_the_tokens_better_than_fair_draws(monkeypatch):
 def test_sizes_of_the_paper(log4, g):
     """KH-Compress(g) keeps 2^g sqrt(n) of n = 4^log4 tokens in log4 - g rounds with buckets of 4^(g + 1) 2^i tokens."""
     rounds = thinning._rounds(4**log4, 2**g * 2**log4)
-    assert [2 * round.bucket for round in reversed(rounds)] == [4 ** (g + 1) * 2**i for i in range(log4 - g)]
+    assert [2 * bucket for _, bucket in reversed(rounds)] == [4 ** (g + 1) * 2**i for i in range(log4 - g)]
     thinned = thin(numbers(2, 4**log4, 4), numbers(2, 4**log4, 4, seed=1), 2**g * 2**log4)
     torch.testing.assert_close(thinned[1].exp(), torch.full_like(thinned[1], 2.0 ** (log4 - g)))
 

@@ -29,15 +29,14 @@ CPU = torch.device("cpu")
 
 
 def sampling(**changes) -> SamplingOptions:
-    default = SamplingOptions(20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
+    default = SamplingOptions("lsh", 16, 4, None, 20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
     return default._replace(**changes)
 
 
 def plan(near_field="lsh", q_len=90, mask=None, **changes):
     """Inputs with 90 keys, two sequences of two heads; the near field and the far field."""
     row = numbers(4, q_len, 6), numbers(4, 90, 6, seed=1), numbers(4, 90, 5, seed=2)
-    near_options = near_far.NearFieldOptions(near_field, block_size=16, num_hashes=4)
-    return row, *near_far.make_plan(*row, mask, near_options, sampling(**changes))
+    return row, *near_far.make_plan(*row, mask, sampling(near_field=near_field, **changes))
 
 
 def held_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
@@ -181,8 +180,9 @@ def test_the_far_field_is_unbiased(scores, independent):
 
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    options = sampling(num_samples=12, scores=scores, num_probes=5, independent=independent, seed=seed)
-    return row, causal.plan_intervals(*row, 8, options, num_hashes)
+    near = {"near_field": "lsh" if num_hashes else "window", "num_hashes": num_hashes}
+    options = sampling(**near, num_samples=12, scores=scores, num_probes=5, independent=independent, seed=seed)
+    return row, causal.plan_intervals(*row, options)
 
 
 def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
@@ -236,8 +236,10 @@ def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearF
     """The window, the blocks of a hash, and the choice between them."""
     window = near_far.plan_window(query, key, 8, mask)
     lsh = plan_lsh(query, key, 8, mask, 6, 0, window.block_q)
-    options = near_far.NearFieldOptions("auto", 8, 6), sampling(num_samples=0, scores="uniform", scale=1.0, batch=1)
-    return window, lsh, near_far.plan_near_field(query, key, mask, *options)[0]
+    options = sampling(
+        near_field="auto", block_size=8, num_hashes=6, num_samples=0, scores="uniform", scale=1.0, batch=1
+    )
+    return window, lsh, near_far.plan_near_field(query, key, mask, options)[0]
 
 
 @pytest.mark.parametrize("q_len", [30, 21])

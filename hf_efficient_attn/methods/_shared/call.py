@@ -172,8 +172,11 @@ def prepare(
         parameters = _all_parameters(config, query, key, value, arguments)
     scale = (query.shape[3] or 1) ** -0.5 if scale is None else float(scale)
     seed = (tracing.draw_seed(query.device) if seed is None else seed) + getattr(config, "seed", 0)
-    if heads is not None:
-        heads.check(query.shape[1])
+    if heads is not None and not 0 <= heads.first <= heads.total - query.shape[1]:
+        raise UnsupportedAttentionError(
+            f"{query.shape[1]} heads from head {heads.first} on are not among the {heads.total} heads of the layer: "
+            "give the number of the first head, and of all heads in all processes"
+        )
     options = AttentionOptions(
         mask, is_causal, scale, dropout_p, seed if heads is None else HeadSeed(seed, heads), parameters, bias
     )

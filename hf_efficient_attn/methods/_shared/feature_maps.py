@@ -103,6 +103,7 @@ def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> Featur
         config.num_features,
         options.scale,
         options.dropout_p,
+        options.is_causal,
         config.window_size,
         given.get(LOG_WEIGHT, -math.log(head_dim)),
     )
@@ -117,8 +118,7 @@ def _forward(
     initial_state: State | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As part of the recurrence it also takes the state of earlier tokens."""
-    call, is_causal = _call(config, query, options), options.is_causal
-    return feature_attention(query, key, value, options.key_mask, call, is_causal=is_causal, state=initial_state)
+    return feature_attention(query, key, value, options.key_mask, _call(config, query, options), initial_state)
 
 
 def _naive(config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -141,8 +141,7 @@ def _forward_shard(
     config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
     """Return the form for a sequence that processes share; see `ShardedForm`."""
-    call, is_causal = _call(config, query, options), options.is_causal
-    return sharded_feature_attention(query, key, value, options.key_mask, call, shards, is_causal=is_causal)
+    return sharded_feature_attention(query, key, value, options.key_mask, _call(config, query, options), shards)
 
 
 def register_features(config_class: type[FeatureConfig]) -> None:

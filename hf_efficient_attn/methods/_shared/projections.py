@@ -129,17 +129,16 @@ def _attend(
     keys: Tensor,
     values: Tensor,
     options: AttentionOptions,
-    kv_len: int,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Call a form of the kernel's method.
 
-    `options` has the mask of `kv_len` tokens, which also masks as many queries, as in self-attention. `key_mask` (B, P)
+    `options` has the mask of the tokens, which also masks as many queries, as in self-attention. `key_mask` (B, P)
     masks contracted keys.
     """
     parameters, masks = {name: x for name, x in options.parameters.items() if name not in NAMES}, []
     if config.averages_queries:
-        is_masked = options.key_mask is not None and query.shape[2] == kv_len
+        is_masked = options.key_mask is not None and query.shape[2] == options.key_mask.shape[1]
         masks.append(options.key_mask if is_masked else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool))
     options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
     out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *masks)
@@ -152,7 +151,7 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
     # (B, H, P, .), mask (B, P)
     keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, key.shape[0])
-    return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(value.dtype)
+    return _attend(config, "forward", query, keys, values, options, key_mask).to(value.dtype)
 
 
 def forward_hidden_states(
@@ -183,16 +182,16 @@ def forward_hidden_states(
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(query.device.type, enabled=False):
-        return _attend(config, "forward", query, keys, values, options, kv_len, key_mask).to(query.dtype)
+        return _attend(config, "forward", query, keys, values, options, key_mask).to(query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
-    kv_len, mask, outs = key.shape[2], options.key_mask, []
-    for b, (keys, values) in enumerate(naive_contraction(tables(config, kv_len, options), key, value, mask)):
+    mask, outs = options.key_mask, []
+    for b, (keys, values) in enumerate(naive_contraction(tables(config, key.shape[2], options), key, value, mask)):
         given = options._replace(key_mask=None if mask is None else mask[b : b + 1])
         own = query[b : b + 1].double(), keys[None], values[None]
-        outs.append(_attend(config, "naive", *own, given, kv_len))
+        outs.append(_attend(config, "naive", *own, given))
     return torch.cat(outs).to(value.dtype)
 
 

@@ -11,8 +11,8 @@ from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import causal, near_far
 from hf_efficient_attn.ops.causal import dense_causal_log_weights
-from hf_efficient_attn.ops.exact import bias_of, dense_attention, dense_softmax
-from hf_efficient_attn.ops.near_far import NearFieldOptions, dense_log_weights
+from hf_efficient_attn.ops.exact import bias_of, dense_softmax
+from hf_efficient_attn.ops.near_far import dense_log_weights
 from hf_efficient_attn.ops.sampling import SamplingOptions
 
 # Bits of a hash code.
@@ -31,6 +31,7 @@ class SampledKeysConfig(MethodConfig):
     rectangular = True
     # This split was among the best on activations of pretrained models.
     budget = (("block_size", 1), ("num_samples", 3))
+    exact_budget = ("block_size", "num_samples")
     decodes_exactly = True
     adds_distance_bias = True
 
@@ -64,15 +65,18 @@ class SampledKeysConfig(MethodConfig):
     num_probes = 1
     score_groups = 1
 
-    @property
-    def exact_length(self) -> int:
-        """The budget: the near field and the samples."""
-        return self.block_size + self.num_samples
-
 
 def _sampling_options(config: SampledKeysConfig, query: Tensor, options: AttentionOptions) -> SamplingOptions:
-    """Make the options of the sampling for queries (B, H, Nq, D)."""
+    """Make the options of both fields for queries (B, H, Nq, D). A window has a third more keys than queries.
+
+    Small blocks gather more keys in all. On activations of BERT (512 tokens, budget 128) 16, 24 and 32 queries with 32
+    near keys have errors of .144, .144 and .158. The blocks of "lsh" are the paper's, with as many queries as keys.
+    """
     return SamplingOptions(
+        near_field=config.near_field,
+        block_size=config.block_size,
+        num_hashes=config.num_hashes,
+        block_q=None if config.near_field == "lsh" else max(1, 3 * config.block_size // 4),
         num_samples=config.num_samples,
         scores=softmax_column_norms if config.column_scores == "kde" else config.column_scores,
         num_probes=config.num_probes,
@@ -82,67 +86,46 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
         batch=query.shape[0],
         groups=config.score_groups,
         shared=config.columns == "all",
+        dropout_p=options.dropout_p,
         table=None if options.distance_bias is None else options.distance_bias.repeat(query.shape[0], 1),
     )
 
 
-def _near_options(config: SampledKeysConfig) -> NearFieldOptions:
-    """Plan the near field of the bidirectional form: a window has a third more keys than queries.
-
-    Small blocks gather more keys in all. On activations of BERT (512 tokens, budget 128) 16, 24 and 32 queries with 32
-    near keys have errors of .144, .144 and .158. The blocks of "lsh" are the paper's, with as many queries as keys.
-    """
-    size = config.block_size
-    block_q = None if config.near_field == "lsh" else max(1, 3 * size // 4)
-    return NearFieldOptions(config.near_field, size, config.num_hashes, block_q)
-
-
 def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    sampling, scale, dropout_p = _sampling_options(config, query, options), options.scale, options.dropout_p
-    budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
+    sampling = _sampling_options(config, query, options)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if not options.is_causal:
-            near, far = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
-            return near_far.near_far_attention(
-                query, key, value, near, far, scale=scale, dropout_p=dropout_p, table=sampling.table
-            )
-        plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
-        return causal.causal_near_far_attention(
-            query, key, value, plans, block_size=size, num_exact=budget, scale=scale, dropout_p=dropout_p
-        )
+            near, far = near_far.make_plan(query, key, value, key_mask, sampling)
+            return near_far.near_far_attention(query, key, value, near, far, sampling)
+        plans = causal.plan_intervals(query, key, value, sampling)
+        return causal.causal_near_far_attention(query, key, value, plans, sampling)
 
-    return by_heads(form, query, key, value, options, budget, moves_valid_first=options.is_causal)
+    return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=options.is_causal)
 
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     sampling, (q_len, kv_len) = _sampling_options(config, query, options), (query.shape[2], key.shape[2])
-    budget, size, num_hashes = config.exact_length, *_causal_sizes(config)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         table = sampling.table
         position = torch.arange(max(q_len, kv_len), device=query.device)
         bias = 0.0 if table is None else bias_of(table.double(), position[:kv_len] - position[:q_len, None])
-        if kv_len <= budget:
-            scores = query.double() @ key.double().mT * options.scale + bias
-            return dense_softmax(scores, value, key_mask, options.is_causal)
+        scores = query.double() @ key.double().mT * options.scale
+        if kv_len <= config.exact_length:
+            return dense_softmax(scores + bias, value, key_mask, options.is_causal)
         if options.is_causal:
-            plans = causal.plan_intervals(query, key, value, size, sampling, num_hashes)
-            weights = dense_causal_log_weights(plans, q_len, size, budget, query)
+            plans = causal.plan_intervals(query, key, value, sampling)
+            weights = dense_causal_log_weights(plans, q_len, sampling.causal_block, config.exact_length, query)
         else:
-            plan = near_far.make_plan(query, key, value, key_mask, _near_options(config), sampling)
+            plan = near_far.make_plan(query, key, value, key_mask, sampling)
             weights = dense_log_weights(*plan, q_len, kv_len) + bias
-        return dense_attention(query, key, value, weights, scale=options.scale)
+        return dense_softmax(scores + weights, value)
 
-    moves = options.is_causal and kv_len > budget
+    moves = options.is_causal and kv_len > config.exact_length
     return by_heads(form, query, key, value, options, moves_valid_first=moves)
-
-
-def _causal_sizes(config: SampledKeysConfig) -> tuple[int, int]:
-    """Tokens of a block of the causal form, and its hyperplanes: only if the config asks for blocks of hashed keys."""
-    return max(1, config.block_size // 2), config.num_hashes if config.near_field == "lsh" else 0
 
 
 def register_sampled_keys(config_class: type[SampledKeysConfig]) -> None:
