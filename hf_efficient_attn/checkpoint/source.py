@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing, regular_file, short_name
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
+from hf_efficient_attn.checkpoint.files import plain_name, read_object, regular_file, short_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown, unknown_method
 from hf_efficient_attn.io.json import read_json
 from hf_efficient_attn.methods import available_methods
 from hf_efficient_attn.version import __version__
@@ -152,7 +152,6 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
     """Download a checkpoint, or find it in the cache; return its folder."""
     try:
-        validate_repo_id(name)
         patterns = [*_DOWNLOADED, *["pytorch_model.bin"] * allow_pickle]
         folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
@@ -344,10 +343,8 @@ def read_origin(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
 
 def check_hub_id(name: str, what: str) -> None:
     """Check that a name can be the id of a model on the hub; `what` begins the message if it cannot."""
-    try:
+    with refusing(f"{what} {name!r} cannot be the id of a model"):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise UnsupportedAttentionError(f"{what} {name!r} cannot be the id of a model: {error}") from error
 
 
 def check_install(text: str, where: str = "--install") -> None:

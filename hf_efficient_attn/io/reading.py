@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
 from hf_efficient_attn.io.json import as_object
 
 if TYPE_CHECKING:
@@ -109,10 +109,8 @@ def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
 
 def open_picture(name: str, read: Callable[[], bytes]) -> "Image":
     """Decode an image of `pictures_of` in RGB; refuse it, by its name, if that is not possible."""
-    try:
+    with refusing(f"{name}: not a picture that can be read"):
         return decode(read())
-    except Exception as error:  # noqa: BLE001 (decoders raise many types, and all of them mean the same here)
-        raise UnsupportedAttentionError(f"{name}: not a picture that can be read ({error})") from None
 
 
 def decode(content: bytes) -> "Image":
