@@ -1,10 +1,11 @@
 """Building the model of a checked checkpoint, by Transformers' own class and from the checked tensors only."""
 
 import contextlib
+import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -73,14 +74,14 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     with quiet(), refusing(f"{name}: no model can be built from its config"):
         cls, config, notes = _model_class(checked)
         # The model gets views of its own, whose training does not change those of `checked`.
-        tensors = find_weights(checked.folder, checked.inside, allow_pickle=True).tensors
+        weights = find_weights(checked.folder, checked.inside, allow_pickle=True)
+        tensors = dataclasses.replace(checked, weights=weights).tensors
         counts = Counter[torch.dtype]()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
         with _limited_size(tensors):
-            # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
-            load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
+            load: Any = cls.from_pretrained  # with output_loading_info the result is a pair
             options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
             dtype = counts.most_common(1)[0][0] if counts else torch.float32
             model, report = load(None, config=config, state_dict=tensors, dtype=dtype, **options)

@@ -9,7 +9,7 @@ the output folder.
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,8 +178,8 @@ class Conversion:
         """
         checked, model, origin = self.checked, self.model, self._origin
         with self.place.staged() as draft:
-            new, dropped = find_changes(model, checked.weights, self._loaded.missing)
-            names = (checked.weights.tensors.keys() | new.keys()) - dropped
+            new, dropped = find_changes(model, checked.tensors, self._loaded.missing)
+            names = (checked.tensors.keys() | new.keys()) - dropped
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):
                 model.config.save_pretrained(draft)
@@ -197,7 +197,7 @@ class Conversion:
             with refusing(problem, OSError):  # also if the model does not use all new tensors
                 written = open_checkpoint(draft)
                 unused = {*load_with_report(written).unused} - {*self._loaded.unused}
-                for lost in sorted(unused | (names ^ written.weights.tensors.keys())):
+                for lost in sorted(unused | (names ^ written.tensors.keys())):
                     raise UnsupportedAttentionError(f"the model does not find {shown(lost)}")
             config = read_json_object(draft / "config.json")
             if self._kernel is not None:
@@ -338,14 +338,14 @@ def loading_lines(facts: Facts, output: str) -> str:
 
 
 def find_changes(
-    model: PreTrainedModel, weights: Weights, missing: Sequence[str]
+    model: PreTrainedModel, stored: Mapping[str, Tensor], missing: Sequence[str]
 ) -> tuple[dict[str, Tensor], set[str]]:
-    """Compare a converted model with the weights of its source, which lack the parameters `missing`.
+    """Compare a converted model with the tensors of its source, which lack the parameters `missing`.
 
     Returns the tensors that are not in the source or are changed, by their names in files, and the names of the
     source's tensors that are not copied.
     """
-    stored, prefix, new, present = weights.tensors, model.base_model_prefix, dict[str, Tensor](), set[str]()
+    prefix, new, present = model.base_model_prefix, dict[str, Tensor](), set[str]()
     unsaved = {*missing, *(model._keys_to_ignore_on_save or ())}
     saved = {name: x.detach() for name, x in model.named_parameters() if name not in unsaved}
     # A parameter that is shared by two modules can be stored under both names. Old checkpoints contain position ids.
@@ -371,12 +371,12 @@ def _stored_name(name: str, stored: Mapping[str, Any], prefix: str) -> str:
     return name
 
 
-def write_weights(draft: pathlib.Path, weights: Weights, new: Mapping[str, Tensor], names: Set[str]) -> None:
+def write_weights(draft: pathlib.Path, weights: Weights, new: Mapping[str, Tensor], names: set[str]) -> None:
     """Write the tensors `names`, in their values in `new` or the source, to the source's files; others to the last."""
     weight_map: dict[str, str] = {}
     sizes = {"total_parameters": 0, "total_size": 0}
-    added, last = names - weights.tensors.keys(), list(weights.files)[-1]
-    for path, (stored, metadata) in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
+    last, added = [*weights][-1], names.difference(*(stored for stored, _ in weights.values()))
+    for path, (stored, metadata) in tqdm(weights.items(), unit="file", desc="writing", disable=None, leave=False):
         chosen = stored.keys() & names | (added if path == last else set())
         tensors = {name: (new[name] if name in new else stored[name]).contiguous() for name in chosen}
         target = SINGLE if path.name == PICKLED else path.name
@@ -386,5 +386,5 @@ def write_weights(draft: pathlib.Path, weights: Weights, new: Mapping[str, Tenso
         weight_map |= dict.fromkeys(tensors, target)
         sizes["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())
         sizes["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-    if weights.is_sharded:
+    if last.name not in (SINGLE, PICKLED):
         write_json(draft / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})

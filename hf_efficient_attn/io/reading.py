@@ -42,10 +42,8 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
-        try:
+        with refusing(f"{path}, line {number}: not JSON"):
             values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UnsupportedAttentionError(f"{path}, line {number}: not JSON ({error.msg})") from None
         yield number, as_object(values, f"{path}, line {number}")
 
 

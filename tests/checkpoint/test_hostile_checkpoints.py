@@ -251,7 +251,7 @@ def test_safetensors_are_preferred_to_pickles(folder, monkeypatch):
     bomb_archive(folder / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", None)
     checked = open_checkpoint(folder, allow_pickle=True)
-    assert [path.name for path in checked.weights.files] == [WEIGHTS]
+    assert [path.name for path in checked.weights] == [WEIGHTS]
     assert "pytorch_model.bin" in checked.left_out
     load_model(checked)
 
