@@ -464,11 +464,11 @@ def test_outputs_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [20_000, 600])
 def test_a_full_disk_is_an_error_of_one_line(limit, convert, tmp_path, capsys):
     resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, line = resource.getrlimit(resource.RLIMIT_FSIZE), convert(tmp_path / "new" / "out")
     # Python ignores the signal that comes with this limit, so that writing fails as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        err = refused(capsys, *convert(tmp_path / "new" / "out"), status=1)
+        err = refused(capsys, *line, status=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert err.startswith("error: the output ")
