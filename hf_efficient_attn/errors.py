@@ -1,7 +1,9 @@
 """The error for everything that this package refuses to do."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -9,6 +11,27 @@ T = TypeVar("T")
 
 class UnsupportedAttentionError(ValueError):
     """A request that cannot be carried out. The message states what was refused, why, and what to do instead."""
+
+
+def clean(text: str, limit: int = 200) -> str:
+    """Bring text to one line of at most `limit` characters, without control characters and lone surrogates."""
+    plain = "".join(" " if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text[: 4 * limit])
+    plain = " ".join(plain.split())
+    return plain if len(plain) <= limit else plain[: limit - 1].rstrip() + "…"
+
+
+@contextlib.contextmanager
+def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
+    """Turn errors inside the `with` block into an `UnsupportedAttentionError` of one line that begins with `what`.
+
+    Errors of the types in `passing` are not changed.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:  # libraries raise errors of any type for files that they do not understand
+        raise UnsupportedAttentionError(f"{what}: {clean(str(error), 400) or type(error).__name__}") from error
 
 
 # Characters of a value in a message.

@@ -4,7 +4,6 @@ The folder is written as a whole, or not at all, and never at the cost of what o
 """
 
 import contextlib
-import errno
 import os
 import pathlib
 import shutil
@@ -12,35 +11,14 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, clean, refusing, shown
 from hf_efficient_attn.io.json import read_json_object
 from hf_efficient_attn.io.writing import naming_errors
 
-_MAX_MESSAGE = 400
-
 
 def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
-    """Name a file for error messages: its path relative to the folder `inside`, escaped if it is not printable."""
-    name = path.relative_to(inside).as_posix()
-    return name if name.isprintable() and len(name) <= 120 else shown(name)
-
-
-@contextlib.contextmanager
-def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
-    """Turn errors inside the `with` block into an `UnsupportedAttentionError` of one line that begins with `what`.
-
-    Errors of the types in `passing` are not changed.
-    """
-    try:
-        yield
-    except passing:
-        raise
-    except Exception as error:  # libraries raise errors of any type for files that they do not understand
-        text = " ".join(str(error).split()) or type(error).__name__
-        text = text.encode("utf-8", "backslashreplace").decode()
-        if len(text) > _MAX_MESSAGE:
-            text = text[:_MAX_MESSAGE] + " ..."
-        raise UnsupportedAttentionError(f"{what}: {text}") from error
+    """Name a file for error messages: its path relative to the folder `inside`."""
+    return clean(path.relative_to(inside).as_posix())
 
 
 def regular_file(path: pathlib.Path, inside: pathlib.Path, max_bytes: int | None = None) -> os.stat_result:
@@ -82,7 +60,7 @@ class Output:
     """
 
     def __init__(self, output: "str | os.PathLike[str]", source: pathlib.Path, *, force: bool) -> None:
-        text, self._force = os.fspath(output), force
+        text = os.fspath(output)
         what = f"the output {shown(text)}"
         with refusing(f"{what} is not the name of a folder", PermissionError):
             text.encode()  # files of weights need names in UTF-8
@@ -135,35 +113,24 @@ class Output:
     def _rename(self) -> None:
         """Rename the draft to the output. What is replaced is moved aside first and returns if an error occurs."""
         path, aside = self.path, self.path.with_name(f"{self.path.name}.replaced-{os.getpid()}")
-        is_replaced = self._force and os.path.lexists(path)
         try:
-            if is_replaced:
+            if os.path.lexists(path):
                 os.rename(path, aside)
                 if not (aside.is_dir() and _contents(aside) <= self._present):
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            elif os.path.lexists(path):
-                path.rmdir()  # fails if it is not empty
+                    raise UnsupportedAttentionError(
+                        f"something else has written {shown(str(path))} during the conversion: it is left as it is, "
+                        "and the result is dropped; give another folder, or repeat the command with --force "
+                        "(force=True) to replace it"
+                    )
             os.rename(self._draft, path)
-        except BaseException as error:
-            if is_replaced and os.path.lexists(aside) and self._draft.exists():
+        except BaseException:
+            if os.path.lexists(aside) and self._draft.exists():
                 os.rename(aside, path)
-            if isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise UnsupportedAttentionError(
-                    f"something else has written {shown(str(path))} during the conversion: it is left as it is, and "
-                    "the result is dropped; give another folder, or repeat the command with --force (force=True) to "
-                    "replace it"
-                ) from error
             raise
-        if is_replaced:
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def _contents(folder: pathlib.Path) -> frozenset[tuple[str | int, ...]]:
+def _contents(folder: pathlib.Path) -> set[tuple[object, ...]]:
     """The relative paths of all that is in a folder, and what identifies the files and their contents."""
-    found: set[tuple[str | int, ...]] = set()
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            status = path.lstat()
-            identity = (status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns)
-            found.add((str(path.relative_to(folder)), *(() if stat.S_ISDIR(status.st_mode) else identity)))
-    return frozenset(found)
+    found = ((path.relative_to(folder), path.lstat()) for path in folder.rglob("*"))
+    return {(path, stat.S_ISDIR(x.st_mode) or (x.st_mode, x.st_ino, x.st_size, x.st_mtime_ns)) for path, x in found}

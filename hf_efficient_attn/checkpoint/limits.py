@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hf_efficient_attn.io.json import MAX_BYTES, read_json_object, write_json
+from hf_efficient_attn.io.json import read_json_object, write_json
 
 _SENTENCE = "sentence_bert_config.json"
 _KEYS = {
@@ -23,8 +23,7 @@ _KEYS = {
     "tokenizer_config.json": ("model_max_length",),
     "tokenizer.json": ("truncation.max_length",),
 }  # fmt: skip
-# Bytes; the tokenizers of many languages have tens of megabytes.
-_MAX_BYTES = {"tokenizer.json": 2**30}
+_MAX_BYTES = 2**30  # the tokenizers of many languages have tens of megabytes
 
 
 class Limit(NamedTuple):
@@ -66,7 +65,7 @@ def _entries(folder: pathlib.Path) -> Iterator[tuple[Limit, dict[str, Any], dict
     for name, keys in _KEYS.items():
         if not (folder / name).is_file():
             continue
-        values = read_json_object(folder / name, max_bytes=_MAX_BYTES.get(name, MAX_BYTES), name=name)
+        values = read_json_object(folder / name, max_bytes=_MAX_BYTES, name=name)
         for key in keys:
             *parents, last = key.split(".")
             holder: Any = values

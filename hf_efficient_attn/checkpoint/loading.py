@@ -1,10 +1,11 @@
 """Building the model of a checked checkpoint, by Transformers' own class and from the checked tensors only."""
 
 import contextlib
+import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -13,11 +14,8 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, Pre
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import CheckedSource, find_weights
-from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, shown
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
-from hf_efficient_attn.methods import parameter_shapes
+from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, refusing, shown
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
 # or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
@@ -76,17 +74,14 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
     with quiet(), refusing(f"{name}: no model can be built from its config"):
         cls, config, notes = _model_class(checked)
         # The model gets views of its own, whose training does not change those of `checked`.
-        tensors = find_weights(checked.folder, checked.inside, allow_pickle=True).tensors
+        weights = find_weights(checked.folder, checked.inside, allow_pickle=True)
+        tensors = dataclasses.replace(checked, weights=weights).tensors
         counts = Counter[torch.dtype]()
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
-        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-            if stored := getattr(part, "efficient_attention", None):
-                check_learned(as_settings(stored), part, sum(tensor.numel() for tensor in tensors.values()))
         with _limited_size(tensors):
-            # With output_loading_info the result is a pair, which the annotations of Transformers do not say.
-            load = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], cls.from_pretrained)
+            load: Any = cls.from_pretrained  # with output_loading_info the result is a pair
             options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
             dtype = counts.most_common(1)[0][0] if counts else torch.float32
             model, report = load(None, config=config, state_dict=tensors, dtype=dtype, **options)
@@ -106,22 +101,6 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
         )
     return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]), missing)
-
-
-def check_learned(chosen: EfficientAttentionConfig, config: object, present: int) -> None:
-    """Refuse hyperparameters with which a layer would learn more values than the whole model has, which are `present`.
-
-    They are mistyped, or those of a hostile checkpoint. The values are counted on the meta device, without memory.
-    """
-    length = getattr(config, "max_position_embeddings", None) or 1
-    for method in {entry.config for entry in chosen.entries}:
-        with torch.device("meta"):
-            learned = sum(shape.numel() for shape in parameter_shapes(method, max_length=length).values())
-        if learned > max(2 * present, 2**24):
-            raise UnsupportedAttentionError(
-                f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
-                f"model has {present}"
-            )
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:

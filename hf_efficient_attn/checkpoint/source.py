@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import metadata_load, snapshot_download
@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_efficient_attn.checkpoint.files import plain_name, read_object, refusing, regular_file, short_name
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method
+from hf_efficient_attn.checkpoint.files import plain_name, read_object, regular_file, short_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown, unknown_method
 from hf_efficient_attn.io.json import read_json
 from hf_efficient_attn.methods import available_methods
 from hf_efficient_attn.version import __version__
@@ -65,20 +65,9 @@ _KEYS = ("base_model", "license", "pipeline_tag", INSTALL, VERSION, *_LISTS, *_C
 _FROM_CARD = ("license", "pipeline_tag", *_LISTS)
 
 
-class Weights(NamedTuple):
-    """The weight files of a checkpoint: `is_sharded` if there is an index, otherwise one file.
-
-    `files` is {path: ({tensor name: tensor}, metadata of the file)}, in order. Tensors of safetensors are views of the
-    file, on the CPU.
-    """
-
-    files: Mapping[pathlib.Path, tuple[Mapping[str, Tensor], Mapping[str, str]]]
-    is_sharded: bool
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of all files."""
-        return {name: tensor for tensors, _ in self.files.values() for name, tensor in tensors.items()}
+# The weight files of a checkpoint, in order: their paths, tensors by name, and metadata. Tensors of safetensors are
+# views of the file, on the CPU.
+Weights = Mapping[pathlib.Path, tuple[Mapping[str, Tensor], Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -107,6 +96,11 @@ class CheckedSource:
     def title(self) -> str:
         """The hub id, or the end of the path: the name of the folder alone is often "model"."""
         return self.hub_id or "/".join(self.folder.parts[1:][-2:])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of all weight files by their names."""
+        return {name: tensor for tensors, _ in self.weights.values() for name, tensor in tensors.items()}
 
 
 def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = False) -> CheckedSource:
@@ -143,7 +137,7 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
     removed: set[str] = set()
     with refusing("config.json", UnsupportedAttentionError):  # for example a nested one
         config = _checked_config(values, removed)
-    files = dict(_other_files(folder, inside, {*_REPLACED, *(path.name for path in weights.files)}))
+    files = dict(_other_files(folder, inside, {*_REPLACED, *(path.name for path in weights)}))
     companions, left_out = (tuple(name for name, used in files.items() if used is wanted) for wanted in (True, False))
     hub_id = None if exists else text
     return CheckedSource(folder, inside, hub_id, config, tuple(sorted(removed)), weights, companions, left_out)
@@ -152,7 +146,6 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:
     """Download a checkpoint, or find it in the cache; return its folder."""
     try:
-        validate_repo_id(name)
         patterns = [*_DOWNLOADED, *["pytorch_model.bin"] * allow_pickle]
         folder = snapshot_download(name, allow_patterns=patterns, ignore_patterns=_NOT_DOWNLOADED)
     except (HFValidationError, RepositoryNotFoundError, LocalEntryNotFoundError) as error:
@@ -242,19 +235,18 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
     `allow_pickle` allows `pytorch_model.bin` without safetensors. Refused are a folder without weights or with pickles
     that are not allowed, damaged files, and an index that names files in other folders.
     """
-    is_sharded, paths = False, [folder / SINGLE]
-    if not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / INDEX):
+    present = [name for name in (SINGLE, INDEX, *[PICKLED] * allow_pickle) if os.path.lexists(folder / name)]
+    paths = [folder / name for name in present[:1]]
+    if present[:1] == [INDEX]:
         weight_map = read_object(folder / INDEX, inside).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise UnsupportedAttentionError(f"{INDEX} has no weight_map, which says which file holds which tensor")
         names = sorted({plain_name(name, f"{INDEX}: weight_map") for name in weight_map.values()})
         for name in (name for name in names if not name.endswith(".safetensors")):
             raise UnsupportedAttentionError(f"{INDEX}: weight_map names {shown(name)}, which is no safetensors file")
-        is_sharded, paths = True, [folder / name for name in names]
-    elif allow_pickle and not os.path.lexists(folder / SINGLE) and os.path.lexists(folder / PICKLED):
-        paths = [folder / PICKLED]
-    if os.path.lexists(paths[0]) or is_sharded:
-        return Weights({path: _read(path, inside) for path in paths}, is_sharded)
+        paths = [folder / name for name in names]
+    if paths:
+        return {path: _read(path, inside) for path in paths}
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{shown(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")
@@ -344,10 +336,8 @@ def read_origin(path: pathlib.Path, inside: pathlib.Path) -> dict[str, Any]:
 
 def check_hub_id(name: str, what: str) -> None:
     """Check that a name can be the id of a model on the hub; `what` begins the message if it cannot."""
-    try:
+    with refusing(f"{what} {name!r} cannot be the id of a model"):
         validate_repo_id(name)
-    except HFValidationError as error:
-        raise UnsupportedAttentionError(f"{what} {name!r} cannot be the id of a model: {error}") from error
 
 
 def check_install(text: str, where: str = "--install") -> None:

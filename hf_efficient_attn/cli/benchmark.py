@@ -10,7 +10,6 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 
 if TYPE_CHECKING:
     from hf_efficient_attn.evaluation.comparison import Procedure
-    from hf_efficient_attn.evaluation.progress import Execution
 
 # How outputs are compared, for each task.
 _AGREEMENT = {
@@ -72,7 +71,6 @@ def benchmark(
     as_json: common.Json = False,
 ) -> None:
     """Measure time, memory and error of methods in a model, and the length from which on they pay off."""
-    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
     from hf_efficient_attn.hub.card import Facts, write_card
@@ -88,10 +86,8 @@ def benchmark(
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
     place, kind = common.parse_device(device), common.parse_dtype(dtype)
     report = Report(Procedure(batch, rounds, memory, rows, place, kind, new_tokens), is_silent=as_json)
-    given = (source, chosen or None, common.parse_lengths(lengths) or None)
-    options: dict[str, Any] = {"data": data, "procedure": report.procedure, "allow_pickle": allow_pickle}
-    options["execution"] = report.execution(minutes)
-    result, status = common.until_interrupted(lambda: benchmark_checkpoint(*given, **options), threads)
+    given = source, chosen or None, common.parse_lengths(lengths) or None
+    result, status = report.run(minutes, threads, *given, data=data, allow_pickle=allow_pickle)
     # A published card does not lose its measurements because of Ctrl-C.
     is_kept = card and status != 0
     written: list[pathlib.Path] = []
@@ -113,11 +109,14 @@ class Report:
         self.procedure, self._is_silent = procedure, is_silent
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
 
-    def execution(self, minutes: float | None) -> "Execution":
-        """A benchmark with a limit of time that prints its rows."""
+    def run(self, minutes: float | None, threads: int | None, *given: Any, **options: Any) -> tuple[Any, int]:
+        """The result of `benchmark_checkpoint` within a limit of time, whose rows are printed, and the exit status."""
+        from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
         from hf_efficient_attn.evaluation.progress import Execution
 
-        return Execution(minutes) if self._is_silent else Execution(minutes, self.add, self.begin)
+        printed = () if self._is_silent else (self.add, self.begin)
+        options |= {"procedure": self.procedure, "execution": Execution(minutes, *printed)}
+        return common.until_interrupted(lambda: benchmark_checkpoint(*given, **options), threads)
 
     def begin(self, result: dict[str, Any]) -> None:
         """Say what is compared, from what is known before the measurements."""

@@ -40,7 +40,6 @@ def demo(
 
     It is the `benchmark` command for this model, on one text of each length.
     """
-    from hf_efficient_attn.evaluation.benchmark import benchmark_checkpoint
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.defaults import default_methods
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
@@ -57,10 +56,7 @@ def demo(
         check_picture(plot)
     procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
     report = Report(procedure, is_silent=as_json)
-    execution, source = report.execution(minutes), minilm_folder()
-    result, status = common.until_interrupted(
-        lambda: benchmark_checkpoint(source, methods, lengths, procedure=procedure, execution=execution), threads
-    )
+    result, status = report.run(minutes, threads, minilm_folder(), methods, lengths)
     if plot is not None:
         draw_benchmark(result, plot)
     report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None))

@@ -10,19 +10,19 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_efficient_attn.checkpoint import open_checkpoint
-from hf_efficient_attn.checkpoint.files import Output, refusing
+from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
-from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
+from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
 from hf_efficient_attn.checkpoint.source import (
     FILE,
     INDEX,
@@ -34,13 +34,13 @@ from hf_efficient_attn.checkpoint.source import (
     provenance,
 )
 from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, changed_hyperparameters
 from hf_efficient_attn.io.json import read_json_object, write_json
-from hf_efficient_attn.methods import MethodConfig
+from hf_efficient_attn.methods import MethodConfig, parameter_shapes
 from hf_efficient_attn.models import auto_class
 from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, remote_code
 
@@ -165,7 +165,7 @@ class Conversion:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             self.extend()
             if chosen is not None:
-                check_learned(chosen, model.config, model.num_parameters())
+                _check_learned(chosen, model.config, model.num_parameters())
             convert(model, chosen or method)
         if self._kernel is not None:
             kernel_implementation(model, self._kernel)  # refuse it before the work
@@ -178,11 +178,12 @@ class Conversion:
         """
         checked, model, origin = self.checked, self.model, self._origin
         with self.place.staged() as draft:
-            changes = find_changes(model, checked.weights, self._loaded.missing, draft)
+            new, dropped = find_changes(model, checked.tensors, self._loaded.missing)
+            names = (checked.tensors.keys() | new.keys()) - dropped
             model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
             with quiet(), refusing("config.json of the result", OSError):
                 model.config.save_pretrained(draft)
-            write_weights(draft, checked.weights, changes)
+            write_weights(draft, checked.weights, new, names)
             for companion in checked.companions:
                 (draft / companion).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(checked.folder / companion, draft / companion)
@@ -195,11 +196,9 @@ class Conversion:
             )
             with refusing(problem, OSError):  # also if the model does not use all new tensors
                 written = open_checkpoint(draft)
-                tensors, unused = written.weights.tensors, {*load_with_report(written).unused}
-                lost = sorted(unused - {*self._loaded.unused} | (changes.new.keys() - tensors.keys()))
-                if lost or len(tensors) != changes.kept + len(changes.new):
-                    what = shown(lost[0]) if lost else "all tensors"
-                    raise UnsupportedAttentionError(f"the model does not find {what}")
+                unused = {*load_with_report(written).unused} - {*self._loaded.unused}
+                for lost in sorted(unused | (names ^ written.tensors.keys())):
+                    raise UnsupportedAttentionError(f"the model does not find {shown(lost)}")
             config = read_json_object(draft / "config.json")
             if self._kernel is not None:
                 config["attn_implementation"] = kernel_implementation(model, self._kernel)
@@ -219,8 +218,8 @@ class Conversion:
         if removed:
             notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
         if self._loaded.unused:
-            names = ", ".join(self._loaded.unused[:8])
-            notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {names}")
+            unused_names = ", ".join(self._loaded.unused[:8])
+            notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {unused_names}")
         return {
             "source": self._source,
             "output": str(self.place.path),
@@ -231,12 +230,28 @@ class Conversion:
             "positions": num_positions(model),
             "exact_up_to": groups,
             "limits": limits or [],
-            "parameters": {"kept": changes.kept, "new": sorted(changes.new), "dropped": changes.dropped},
+            "parameters": {"kept": len(names - new.keys()), "new": sorted(new), "dropped": sorted(dropped)},
             "files": sizes,
             "left_out": list(checked.left_out),
             "notes": notes,
             "load": load,
         }
+
+
+def _check_learned(chosen: EfficientAttentionConfig, config: object, present: int) -> None:
+    """Refuse hyperparameters with which a layer would learn more values than the whole model has, which are `present`.
+
+    They are mistyped. The values are counted on the meta device, without memory.
+    """
+    length = getattr(config, "max_position_embeddings", None) or 1
+    for method in {entry.config for entry in chosen.entries}:
+        with torch.device("meta"):
+            learned = sum(shape.numel() for shape in parameter_shapes(method, max_length=length).values())
+        if learned > max(2 * present, 2**24):
+            raise UnsupportedAttentionError(
+                f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
+                f"model has {present}"
+            )
 
 
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:
@@ -322,69 +337,48 @@ def loading_lines(facts: Facts, output: str) -> str:
     return "\n".join([*lines, f"from {library} import {name}", f"model = {call}({output!r}{option})"])
 
 
-class Changes(NamedTuple):
-    """Which tensors of the source are copied, dropped or added, by their names in files.
+def find_changes(
+    model: PreTrainedModel, stored: Mapping[str, Tensor], missing: Sequence[str]
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Compare a converted model with the tensors of its source, which lack the parameters `missing`.
 
-    `kept` is the number of tensors that are copied, `new` has tensors that are not in the source or are changed, and
-    `dropped` the names of the source's tensors that are not copied.
+    Returns the tensors that are not in the source or are changed, by their names in files, and the names of the
+    source's tensors that are not copied.
     """
-
-    kept: int
-    new: dict[str, Tensor]
-    dropped: list[str]
-
-
-def find_changes(model: PreTrainedModel, weights: Weights, missing: Sequence[str], scratch: pathlib.Path) -> Changes:
-    """Compare a converted model with the weights of its source.
-
-    `missing` are the parameters that the source does not contain either, `scratch` is a folder for temporary files.
-    """
-    stored, prefix, new = weights.tensors, model.base_model_prefix, dict[str, Tensor]()
-    saved, present = _saved_names(model, scratch), set[str]()
+    prefix, new, present = model.base_model_prefix, dict[str, Tensor](), set[str]()
+    unsaved = {*missing, *(model._keys_to_ignore_on_save or ())}
+    saved = {name: x.detach() for name, x in model.named_parameters() if name not in unsaved}
     # A parameter that is shared by two modules can be stored under both names. Old checkpoints contain position ids.
-    for name, tensor in (*model.named_buffers(), *model.named_parameters(remove_duplicate=False)):
-        key, value = _stored_name(saved.get(name, name), stored, prefix), tensor.detach().cpu()
-        if key not in stored and name in saved and name not in missing:
-            new[key] = value
-        elif key in stored and not torch.equal(stored[key].to(value.dtype), value):
-            new[key] = value.to(stored[key].dtype, copy=True)  # shared parameters need memory of their own
-        present.add(key)
-    dropped = sorted(name for name in stored if _LEARNED in name.split(".") and name not in present)
-    return Changes(sum(name not in new and name not in dropped for name in stored), new, dropped)
+    others = {name: x.detach() for name, x in model.named_parameters(remove_duplicate=False) if name not in saved}
+    for is_saved, tensors in ((False, others | dict(model.named_buffers())), (True, saved)):
+        for name, tensor in revert_weight_conversion(model, tensors).items():  # to the names in files
+            key, value = _stored_name(name, stored, prefix), tensor.cpu()
+            if key not in stored and is_saved:
+                new[key] = value
+            elif key in stored and not torch.equal(stored[key].to(value.dtype), value):
+                new[key] = value.to(stored[key].dtype, copy=True)  # shared parameters need memory of their own
+            present.add(key)
+    return new, {name for name in stored if _LEARNED in name.split(".") and name not in present}
 
 
-def _saved_names(model: PreTrainedModel, scratch: pathlib.Path) -> dict[str, str]:
-    """The names under which Transformers saves the parameters, found by saving a different number for each."""
-    folder, names = scratch / "names", [name for name, _ in model.named_parameters()]
-    with quiet(), refusing("names of the tensors", OSError, SafetensorError):
-        numbered = {name: torch.full((1,), float(number), dtype=torch.float64) for number, name in enumerate(names)}
-        model.save_pretrained(folder, state_dict=numbered)
-        found = {names[int(tensor)]: name for name, tensor in load_file(folder / SINGLE).items()}
-    shutil.rmtree(folder)
-    return found
-
-
-def _stored_name(name: str, shapes: Mapping[str, Any], prefix: str) -> str:
+def _stored_name(name: str, stored: Mapping[str, Any], prefix: str) -> str:
     """The name of a tensor in the source's files, which may have or lack the prefix of the base model."""
     forms = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
     for form in forms:
-        if form in shapes:
-            return form
-    for form in forms:
         module = form.partition(f".{_LEARNED}.")[0] + "."
-        if any(other.startswith(module) for other in shapes):
+        if form in stored or any(other.startswith(module) for other in stored):
             return form
     return name
 
 
-def write_weights(draft: pathlib.Path, weights: Weights, changes: Changes) -> None:
-    """Write the source's tensors to the same files, and the tensors that it does not have to the last of them."""
+def write_weights(draft: pathlib.Path, weights: Weights, new: Mapping[str, Tensor], names: set[str]) -> None:
+    """Write the tensors `names`, in their values in `new` or the source, to the source's files; others to the last."""
     weight_map: dict[str, str] = {}
     sizes = {"total_parameters": 0, "total_size": 0}
-    added, last = changes.new.keys() - weights.tensors.keys(), list(weights.files)[-1]
-    for path, (stored, metadata) in tqdm(weights.files.items(), unit="file", desc="writing", disable=None, leave=False):
-        names = [*(stored.keys() - changes.dropped), *(added if path == last else ())]
-        tensors = {name: (changes.new[name] if name in changes.new else stored[name]).contiguous() for name in names}
+    last, added = [*weights][-1], names.difference(*(stored for stored, _ in weights.values()))
+    for path, (stored, metadata) in tqdm(weights.items(), unit="file", desc="writing", disable=None, leave=False):
+        chosen = stored.keys() & names | (added if path == last else set())
+        tensors = {name: (new[name] if name in new else stored[name]).contiguous() for name in chosen}
         target = SINGLE if path.name == PICKLED else path.name
         # Transformers requires the format.
         save_file(tensors, draft / target, metadata={**metadata, "format": "pt"})
@@ -392,5 +386,5 @@ def write_weights(draft: pathlib.Path, weights: Weights, changes: Changes) -> No
         weight_map |= dict.fromkeys(tensors, target)
         sizes["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())
         sizes["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-    if weights.is_sharded:
+    if last.name not in (SINGLE, PICKLED):
         write_json(draft / INDEX, {"metadata": sizes, "weight_map": dict(sorted(weight_map.items()))})

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_method, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, unknown_method, unknown_name
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.integration.models import configs_of, models_in, transformers_models
-from hf_efficient_attn.integration.positions import PositionTable, find_tables, position_offset
+from hf_efficient_attn.integration.positions import PositionTable, position_offset, tables_of
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
@@ -119,8 +119,7 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
     roots = transformers_models(model)
     if method not in ("tile", "interpolate"):
         raise UnsupportedAttentionError(unknown_name("method of extend_positions", method, ["tile", "interpolate"]))
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
-        raise UnsupportedAttentionError(f"max_length must be a positive integer, not {shown(max_length)}")
+    check_positive("max_length", max_length)
     for module in model.modules():
         if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
             name = module.method.method
@@ -180,10 +179,9 @@ def position_tables(root: PreTrainedModel) -> list[tuple[PositionTable, PreTrain
 
     A model without one is refused. The message says which positions it has instead.
     """
-    parts = reversed(models_in(root))  # of several, the outermost is last
-    found = {id(table.embedding): (table, part.config) for part in parts for table in find_tables(part, part.config)}
-    if found:
-        return list(found.values())
+    parts = tables_of(models_in(root)[::-1])  # of several, the outermost is last
+    if any(parts.values()):
+        return [(table, part.config) for part, tables in parts.items() for table in tables]
     config = root.config
     if getattr(config, "rope_parameters", None) is not None:
         reason = (

@@ -8,7 +8,6 @@ template, `card.md.jinja`.
 import pathlib
 import re
 import shlex
-import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -19,9 +18,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers.modelcard import TASK_MAPPING
 from transformers.models.auto import modeling_auto
 
-from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.checkpoint.source import FILE, TRAINED, read_origin
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, clean, refusing
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
 from hf_efficient_attn.io.json import read_json_object
@@ -143,13 +141,6 @@ class Facts:
     def has(self, name: str) -> bool:
         """Whether there is a file of this name in the folder."""
         return (self.folder / name).is_file()
-
-
-def clean(text: str, limit: int = 200) -> str:
-    """Bring text to one line of at most `limit` characters, without control characters and lone surrogates."""
-    plain = "".join(" " if unicodedata.category(c)[0] == "C" or c in "\u2028\u2029" else c for c in text[: 4 * limit])
-    plain = " ".join(plain.split())
-    return plain if len(plain) <= limit else plain[: limit - 1].rstrip() + "…"
 
 
 def _choices(

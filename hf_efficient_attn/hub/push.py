@@ -11,8 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import regular_file, short_name
 from hf_efficient_attn.checkpoint.source import FILE, INSTALL, PICKLES, check_hub_id, check_install
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, clean, for_repository, update_card
+from hf_efficient_attn.errors import UnsupportedAttentionError, clean
+from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, for_repository, update_card
 from hf_efficient_attn.io.json import encode_json, read_json_object
 from hf_efficient_attn.io.writing import replacing
 

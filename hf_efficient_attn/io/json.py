@@ -6,7 +6,7 @@ import json
 import pathlib
 from typing import Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
 
 MAX_BYTES = 32 * 2**20
 
@@ -26,10 +26,8 @@ def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | Non
         raise UnsupportedAttentionError(f"{name} cannot be read: {error.strerror}") from error
     if len(content) > max_bytes:
         raise UnsupportedAttentionError(f"{name} is larger than {max_bytes} bytes, the limit for such a file")
-    try:
+    with refusing(f"{name}: not JSON"):
         return json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedAttentionError(f"{name}: not JSON ({error})") from error
 
 
 def read_json_object(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
 from hf_efficient_attn.io.json import as_object
 
 if TYPE_CHECKING:
@@ -42,10 +42,8 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
-        try:
+        with refusing(f"{path}, line {number}: not JSON"):
             values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UnsupportedAttentionError(f"{path}, line {number}: not JSON ({error.msg})") from None
         yield number, as_object(values, f"{path}, line {number}")
 
 
@@ -109,10 +107,8 @@ def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
 
 def open_picture(name: str, read: Callable[[], bytes]) -> "Image":
     """Decode an image of `pictures_of` in RGB; refuse it, by its name, if that is not possible."""
-    try:
+    with refusing(f"{name}: not a picture that can be read"):
         return decode(read())
-    except Exception as error:  # noqa: BLE001 (decoders raise many types, and all of them mean the same here)
-        raise UnsupportedAttentionError(f"{name}: not a picture that can be read ({error})") from None
 
 
 def decode(content: bytes) -> "Image":

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from hf_efficient_attn.checkpoint.files import refusing
 from hf_efficient_attn.conversion.checkpoint import Conversion
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, memory_errors, use_device

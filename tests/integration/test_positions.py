@@ -100,9 +100,9 @@ def test_wrappers_and_composites():
         (lambda: tiny_model("vit"), 300, "tile", "interpolate_pos_encoding"),
         (lambda: tiny("T5"), 300, "tile", "no learned table"),
         (lambda: tiny_model("roberta"), 127, "tile", "takes 128 tokens"),
-        (lambda: tiny_model("roberta"), 0, "tile", "positive integer"),
-        (lambda: tiny_model("roberta"), 200.0, "tile", "positive integer"),
-        (lambda: tiny_model("roberta"), True, "tile", "positive integer"),
+        (lambda: tiny_model("roberta"), 0, "tile", "must be 1 or more"),
+        (lambda: tiny_model("roberta"), 200.0, "tile", "must be 1 or more"),
+        (lambda: tiny_model("roberta"), True, "tile", "must be 1 or more"),
         (lambda: tiny_model("roberta"), 200, "tiles", "Did you mean 'tile'"),
         (lambda: tiny_model("roberta"), 128, "tile", None),  # as many as it has: nothing to do
     ],
