@@ -124,18 +124,18 @@ def causal_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options:
     Returns:
         (BH, N, Dv).
     """
-    call: dict[str, Any] = {"scale": options.coreset.scale, "dropout_p": options.coreset.dropout_p}
+    scale, dropout_p = options.coreset.scale, options.coreset.dropout_p
     with torch.autocast(query.device.type, enabled=False):
         first = (x[:, : options.num_exact] for x in (query, key, value))
-        outs = [exact_attention(*first, is_causal=True, **call)]
+        outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
         for epoch in epochs(query.shape[1], options):
 
             def some_heads(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch = epoch) -> Tensor:
-                return _epoch(query, key, value, epoch, options, call)
+                return _epoch(query, key, value, epoch, options)
 
             tensors = (x[:, : epoch.end].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
             size = slice_size(epoch.end * max(options.coreset.num_samples, query.shape[2]) // 2, query.device)
-            outs.append(sliced(some_heads, *tensors, size=size, draws=options.coreset.dropout_p > 0.0).to(value.dtype))
+            outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(value.dtype))
         return torch.cat(outs, 1)
 
 
@@ -146,12 +146,11 @@ def _coreset_options(epoch: Epoch, options: CausalCoresetOptions) -> CoresetOpti
     return options.coreset._replace(num_samples=num_samples, num_candidates=num_candidates, num_groups=num_groups)
 
 
-def _epoch(
-    query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions, call: dict[str, Any]
-) -> Tensor:
+def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions) -> Tensor:
     """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
     start, size, length = epoch.start, options.block_size, epoch.end - epoch.start
     chosen, prefix = _coreset_options(epoch, options), start - size
+    call: dict[str, Any] = {"scale": chosen.scale, "dropout_p": chosen.dropout_p}
     num_blocks = ceil_div(length, size)
     key = key - key[:, :prefix].mean(1, keepdim=True)
     landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)

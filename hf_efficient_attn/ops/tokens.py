@@ -117,9 +117,8 @@ def constant(make: _Make) -> _Make:
     """
 
     def in_graph(*arguments: Any, **named: Any) -> Tensor:
-        if named or _contain_tensor(arguments):
-            return make(*arguments, **named)
-        return unrecorded(make, *arguments)
+        is_plain = not named and not _contain_tensor(arguments)
+        return unrecorded(make, *arguments) if is_plain else make(*arguments, **named)
 
     @replaced_in_graphs(in_graph)
     @functools.wraps(make)
@@ -175,15 +174,17 @@ _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
 
 
-def _uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+@constant
+def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
     """Draw float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
+    return _uniform(shape, seed, stream, device)
+
+
+def _uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
     start: Any = seed_value(seed) * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
     bits = _mix(_mix(integers(math.prod(shape), device) + 1) + _mix(_mix(start) + stream + 1))
     numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
     return numbers.reshape(shape)
-
-
-uniform = constant(_uniform)
 
 
 def _mix(x: _Bits) -> _Bits:

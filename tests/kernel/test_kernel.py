@@ -142,8 +142,7 @@ def test_collision_chances(distance):
     tables = kde.hash_tables(other, points, family, 0, 60)
     codes = torch.empty_like(tables.codes).scatter_(1, tables.order, tables.codes)
     share = (codes == tables.query_codes).double().mean().item()
-    chance = kde.collision_chance(torch.tensor(distance) / family.width).item() ** family.depth
-    assert share == pytest.approx(chance, rel=0.05, abs=0.003)
+    assert share == pytest.approx(kde.collision_chance(torch.tensor(distance / 2.0)).item() ** 3, rel=0.05, abs=0.003)
 
 
 def test_pairs_that_share_a_bucket():

@@ -180,9 +180,8 @@ def test_the_far_field_is_unbiased(scores, independent):
 
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    near = {"near_field": "lsh" if num_hashes else "window", "num_hashes": num_hashes}
-    options = sampling(**near, num_samples=12, scores=scores, num_probes=5, independent=independent, seed=seed)
-    return row, causal.plan_intervals(*row, options)
+    changes = {"scores": scores, "independent": independent, "seed": seed, "num_hashes": num_hashes}
+    return row, causal.plan_intervals(*row, sampling(num_samples=12, num_probes=5, **changes))
 
 
 def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
@@ -236,9 +235,7 @@ def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearF
     """The window, the blocks of a hash, and the choice between them."""
     window = near_far.plan_window(query, key, 8, mask)
     lsh = plan_lsh(query, key, 8, mask, 6, 0, window.block_q)
-    options = sampling(
-        near_field="auto", block_size=8, num_hashes=6, num_samples=0, scores="uniform", scale=1.0, batch=1
-    )
+    options = SamplingOptions("auto", 8, 6, None, 0, "uniform", 8, False, 1.0, seed=0, batch=1)
     return window, lsh, near_far.plan_near_field(query, key, mask, options)[0]
 
 
