@@ -10,7 +10,7 @@ A text is truncated at the smallest of these numbers, whatever the model itself 
 
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_efficient_attn.io.json import read_json_object, write_json
 
@@ -26,41 +26,34 @@ _KEYS = {
 _MAX_BYTES = 2**30  # the tokenizers of many languages have tens of megabytes
 
 
-class Limit(NamedTuple):
-    """A number of tokens at which a file truncates texts; in the key, dots are between the levels."""
-
-    file: str
-    key: str
-    tokens: int
-
-
-def sentence_limit(folder: pathlib.Path) -> Limit | None:
+def sentence_limit(folder: pathlib.Path) -> dict[str, Any] | None:
     """The limit that applies when texts are truncated: of sentence-transformers, or else of the tokenizer, or None.
 
-    Files without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
+    It is the "file", the "key" in it, with dots between the levels, and the number of tokens, as "before". Files
+    without the key, or with null in its place, set no limit. A file that is no JSON object is refused.
     """
-    limits = [limit for limit, *_ in _entries(folder) if limit.file != "tokenizer.json"]
-    of_sentences = [limit for limit in limits if limit.file == _SENTENCE]
-    return min(of_sentences or limits, key=lambda limit: limit.tokens, default=None)
+    limits = [limit for limit, *_ in _entries(folder) if limit["file"] != "tokenizer.json"]
+    of_sentences = [limit for limit in limits if limit["file"] == _SENTENCE]
+    return min(of_sentences or limits, key=lambda limit: limit["before"], default=None)
 
 
 def set_limits(folder: pathlib.Path, max_length: int) -> list[dict[str, Any]]:
     """Let nothing truncate texts below `max_length`, the number of tokens that the model takes.
 
     Limits of the tokenizer that are larger stay. Those of sentence-transformers become smaller too, because a text of
-    more tokens than the model takes ends in an error. Limits that are not set stay so. Returns "file", "key", "before"
-    and "after" of each limit that was changed.
+    more tokens than the model takes ends in an error. Limits that are not set stay so. Returns each limit that was
+    changed, as `sentence_limit` does, with "after".
     """
     changed = []
     for limit, values, holder in _entries(folder):
-        if limit.tokens < max_length or (limit.tokens > max_length and limit.file == _SENTENCE):
-            holder[limit.key.rpartition(".")[2]] = max_length
-            write_json(folder / limit.file, values)
-            changed.append({"file": limit.file, "key": limit.key, "before": limit.tokens, "after": max_length})
+        if limit["before"] < max_length or (limit["before"] > max_length and limit["file"] == _SENTENCE):
+            holder[limit["key"].rpartition(".")[2]] = max_length
+            write_json(folder / limit["file"], values)
+            changed.append({**limit, "after": max_length})
     return changed
 
 
-def _entries(folder: pathlib.Path) -> Iterator[tuple[Limit, dict[str, Any], dict[str, Any]]]:
+def _entries(folder: pathlib.Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """Each limit, with the contents of its file and the object in them that contains the number."""
     for name, keys in _KEYS.items():
         if not (folder / name).is_file():
@@ -73,4 +66,4 @@ def _entries(folder: pathlib.Path) -> Iterator[tuple[Limit, dict[str, Any], dict
                 holder = holder.get(parent) if isinstance(holder, dict) else None
             tokens = holder.get(last) if isinstance(holder, dict) else None
             if type(tokens) is int and tokens > 0:
-                yield Limit(name, key, tokens), values, holder
+                yield {"file": name, "key": key, "before": tokens}, values, holder

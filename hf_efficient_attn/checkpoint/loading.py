@@ -18,9 +18,9 @@ from hf_efficient_attn.checkpoint.source import CheckedSource, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, refusing, shown
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
-# or computed tables: per tensor of the checkpoint, per element of it, and beyond that.
-_PARAMETERS_PER_TENSOR, _VALUES_PER_VALUE = 8, 4
-_EXTRA_PARAMETERS, _EXTRA_VALUES = 4096, 2**26
+# or computed tables: 8 times as many tensors, 4 times as many values, and beyond that `_EXTRA` values. A tensor counts
+# as `_TENSOR` values besides its own.
+_TENSOR, _EXTRA = 2**14, 2**26
 
 
 class LoadedModel(NamedTuple):
@@ -143,16 +143,14 @@ def _model_class(checked: CheckedSource) -> tuple[type[PreTrainedModel], PreTrai
 def _limited_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Refuse models that are far larger than their checkpoint, while they are built on the meta device."""
     present = sum(tensor.numel() for tensor in tensors.values())
-    max_parameters = _EXTRA_PARAMETERS + _PARAMETERS_PER_TENSOR * len(tensors)
-    max_values = _EXTRA_VALUES + _VALUES_PER_VALUE * present
-    num_parameters = num_values = 0
+    left = _EXTRA + 8 * _TENSOR * len(tensors) + 4 * present
 
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        nonlocal num_parameters, num_values
-        num_parameters += tensor is not None
-        # Tensors on other devices are those of the checkpoint, which replace those on the meta device.
-        num_values += tensor.numel() if tensor is not None and tensor.device.type == "meta" else 0
-        if num_parameters > max_parameters or num_values > max_values:
+        nonlocal left
+        if tensor is not None:
+            # Tensors on other devices are those of the checkpoint, which replace those on the meta device.
+            left -= _TENSOR + (tensor.numel() if tensor.device.type == "meta" else 0)
+        if left < 0:
             raise UnsupportedAttentionError(
                 f"config.json describes a model far larger than the checkpoint, which holds {present} values in "
                 f"{len(tensors)} tensors"

@@ -194,7 +194,7 @@ def _check_paths(path: pathlib.Path, inside: pathlib.Path) -> None:
 def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> Any:
     """Copy a config, or a part of it, without what refers to code or files elsewhere, at any depth.
 
-    The names of the keys that are left out go into `removed`. Refused are a config without a model type or with an
+    Those of the keys in `_REMOVED` that it has go into `removed`. Refused are a config without a model type or with an
     unknown attention implementation, and checkpoints that are quantised or use the weights of another one.
     """
     if isinstance(value, list):
@@ -210,7 +210,7 @@ def _checked_config(value: Any, removed: set[str], *, is_part: bool = False) -> 
             "config.json asks for the weights of another model (use_pretrained_backbone), which are not downloaded"
         )
     kept = {key: part for key, part in value.items() if key not in _REMOVED and not key.startswith("_")}
-    removed |= value.keys() - kept.keys()
+    removed |= value.keys() & {*_REMOVED}
     chosen = kept.pop("attn_implementation", None)
     if isinstance(chosen, str) and "/" in chosen:  # a kernel repository with a method of this package
         chosen = chosen.rpartition(":")[2]

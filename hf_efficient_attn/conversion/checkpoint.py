@@ -214,9 +214,9 @@ class Conversion:
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
         groups = exact_lengths(model)
         notes += describe(groups, num_positions(model))
-        removed = [key for key in checked.dropped_keys if not key.startswith("_")]
-        if removed:
-            notes.append(f"config.json: left out {', '.join(removed)}; code and files from elsewhere are not used")
+        if checked.dropped_keys:
+            keys = ", ".join(checked.dropped_keys)
+            notes.append(f"config.json: left out {keys}; code and files from elsewhere are not used")
         if self._loaded.unused:
             unused_names = ", ".join(self._loaded.unused[:8])
             notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {unused_names}")
@@ -304,10 +304,10 @@ def notes_of(
     notes = [
         f"{x['file']}: {x['key']} {x['after']} in place of {x['before']}; the rest is unchanged" for x in changed or ()
     ]
-    if limit is not None and positions is not None and limit.tokens < positions:
+    if limit is not None and positions is not None and limit["before"] < positions:
         notes.append(
-            f"texts are truncated at {limit.tokens} tokens ({limit.key} in {limit.file}), although the model takes "
-            f"{positions}: --max-length {positions} raises that number"
+            f"texts are truncated at {limit['before']} tokens ({limit['key']} in {limit['file']}), although the model "
+            f"takes {positions}: --max-length {positions} raises that number"
         )
     if changed is not None and trained is not None and positions is not None and positions > trained:
         notes.append(

@@ -293,7 +293,7 @@ def test_limits_that_are_not_set_or_larger(tmp_path):
         assert read(folder, NAME) == (before if after is None else after)
         assert [limit["before"] for limit in changed] == ([512] if after == {"max_seq_length": 300} else [])
         is_set = type(before.get("max_seq_length")) is int
-        assert sentence_limit(folder).file == (NAME if is_set else "tokenizer_config.json")
+        assert sentence_limit(folder)["file"] == (NAME if is_set else "tokenizer_config.json")
 
 
 def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):
@@ -309,7 +309,7 @@ def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):
     assert read(tmp_path / "second", NAME) == {"max_seq_length": 128} and second["positions"] == 128
     third = convert_checkpoint(tmp_path / "second", tmp_path / "third", "linear")
     assert not any("truncated" in text for text in [*second["notes"], *third["notes"]])
-    assert sentence_limit(tmp_path / "third").tokens == 128
+    assert sentence_limit(tmp_path / "third")["before"] == 128
     (source / NAME).write_text("[]")
     refuses(NAME, convert_checkpoint, source, tmp_path / "no", "linear", max_length=300)
     assert not (tmp_path / "no").exists()
