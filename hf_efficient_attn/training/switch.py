@@ -66,11 +66,6 @@ def is_in_stage(model: nn.Module, stage: Stage) -> bool:
     return all((name and settings_of(config, name)) == stage.settings for config, name in names)
 
 
-def apply_stage(model: nn.Module, stage: Stage) -> None:
-    """Convert the model to the stage; new learned parameters have their initial values."""
-    convert(unwrap(model), stage.attention if stage.settings is None else stage.settings)
-
-
 def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
     """Try every stage on the model and restore the model. With `is_fixed` the set of parameters cannot change.
 
@@ -102,7 +97,7 @@ def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     before, layouts = Snapshot(transformers_models(model)), []
     try:
         for stage in stages:
-            apply_stage(model, stage)
+            convert(unwrap(model), stage.settings or stage.attention)
             layouts.append(learned_layout(model))
     finally:
         before.restore()
@@ -143,7 +138,7 @@ def switch_stage(
         # Parameters that the model no longer has did not move with it to another device.
         return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
 
-    apply_stage(inner, stage)
+    convert(inner, stage.settings or stage.attention)
     try:
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
         distilled = None
