@@ -36,9 +36,6 @@ from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
-# Names and shapes of learned parameters.
-Layout = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -92,7 +89,7 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
             )
 
 
-def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
+def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, torch.Size]]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
     before, layouts = Snapshot(transformers_models(model)), []
     try:
@@ -104,9 +101,9 @@ def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
     return layouts
 
 
-def learned_layout(model: nn.Module) -> Layout:
+def learned_layout(model: nn.Module) -> dict[str, torch.Size]:
     """Names and shapes of the parameters that attention methods learn now."""
-    return {name: tuple(p.shape) for name, p in learned_parameters(model).items()}
+    return {name: p.shape for name, p in learned_parameters(model).items()}
 
 
 def switch_stage(
