@@ -16,7 +16,7 @@ from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
 from test_distance_bias import t5
-from test_encoder_decoder import inputs_of, tiny
+from test_encoder_decoder import tiny
 from tiny_models import tiny_batch, tiny_model
 
 WINDOW = {"methods": [hea.LongformerConfig()], "budgets": [8], "max_error": 9.0}
@@ -284,17 +284,6 @@ def test_the_commands_take_both_stacks(make, text, tmp_path, capsys):
     printed = shown(capsys, *line).out
     assert f"layers: {', '.join(entry['layer'] for entry in found['layers'][:2])}\n" in printed
     assert read(out)["efficient_attention"]["layers"] == ["encoder"]
-
-
-def test_whisper_is_calibrated_and_analyzed_from_batches():
-    model, batch = tiny("whisper"), inputs_of("whisper")
-    batch["decoder_input_ids"] = torch.randint(5, 60, (2, 20), generator=torch.Generator().manual_seed(0))
-    found = hea.calibrate(model, [batch], max_error=9.0, methods=["nystromformer"], budgets=[16])
-    assert found.named_layers() == ["encoder.layers.0", "encoder.layers.1"]
-    result = analyze.analyze(model, batch, methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
-    assert len(result["layers"]) == 6
-    errors = hea.attention_error(hea.convert(model, found), batch)
-    assert [one.layer for one in errors.layers if one.method != "sdpa"] == ["encoder.layers.0", "encoder.layers.1"]
 
 
 def test_the_logits_of_a_decoder_take_little_memory(monkeypatch):

@@ -502,6 +502,5 @@ def test_results_do_not_replace_files_that_appeared_during_the_measurement(tmp_p
         raise OSError("no font")
 
     before = tree(tmp_path)
-    with pytest.raises(OSError, match="no font"):
-        write_results({}, tmp_path, "other", fail, force=False)
+    refuses("no font", write_results, {}, tmp_path, "other", fail, force=False, error=OSError)
     assert tree(tmp_path) == before

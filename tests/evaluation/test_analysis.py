@@ -10,10 +10,7 @@ from each import refuses
 from hf_efficient_attn import analysis
 from hf_efficient_attn.analysis import matrices as dense
 from hf_efficient_attn.analysis import sparsity as kernel_sparsity
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from instances import numbers
 
 
 def gaussian_kernel(query, key):
@@ -28,7 +25,7 @@ def gaussian_kernel(query, key):
 
 def test_head_and_tail_of_the_kernel_matrix(monkeypatch):
     """The sums of every prefix, and the ratios of the n-th largest entry to the 2n-th and the next."""
-    query, key = normal(6, 23, 6), normal(6, 23, 6, seed=1)
+    query, key = numbers(6, 23, 6), numbers(6, 23, 6, seed=1)
     found = analysis.head_to_tail(query.unflatten(0, (2, 3)), key.unflatten(0, (2, 3)), first=4)
     assert found.shape == (2, 3, 20) and found.dtype == torch.float64
     ratios = analysis.order_statistics_ratio(query, key)
@@ -60,21 +57,16 @@ def test_head_to_tail_of_known_kernels(query, key, options, expected):
 
 
 def test_softmax_matrix():
-    query, key = normal(2, 4, 5, 3), normal(2, 2, 7, 3, seed=1)
+    query, key = numbers(2, 4, 5, 3), numbers(2, 2, 7, 3, seed=1)
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[0, 4:] = False
     key[0, :, 4:] = torch.nan
     found = analysis.softmax_matrix(query, key, attention_mask=mask, is_causal=True)
-    weights = torch.zeros(2, 4, 5, 7, dtype=torch.float64)
-    for b in range(2):
-        for h in range(4):
-            for i in range(5):
-                # The queries are the last five of seven positions.
-                seen = [j for j in range(7) if j <= i + 2 and mask[b, j]]
-                row = [math.exp(sum((query[b, h, i] * key[b, h // 2, j]).tolist()) / math.sqrt(3)) for j in seen]
-                weights[b, h, i, seen] = torch.tensor(row, dtype=torch.float64) / sum(row)
-    assert torch.allclose(found, weights, atol=1e-6)
-    found = analysis.softmax_matrix(normal(1, 1, 3, 2), normal(1, 1, 2, 2), is_causal=True)
+    # The queries are the last five of seven positions.
+    seen = mask[:, None, None] & (torch.arange(7) <= torch.arange(5)[:, None] + 2)
+    weights = torch.exp(query @ key.nan_to_num(0.0).repeat_interleave(2, 1).mT / math.sqrt(3)) * seen
+    assert torch.allclose(found, weights / weights.sum(3, keepdim=True), atol=1e-6)
+    found = analysis.softmax_matrix(numbers(1, 1, 3, 2), numbers(1, 1, 2, 2), is_causal=True)
     assert found.sum(3).flatten().tolist() == pytest.approx([0.0, 1.0, 1.0])  # the first row has no key
 
 
@@ -96,11 +88,9 @@ NEAR_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "config", NEAR_FIELDS, ids=lambda config: f"{config.method}-{getattr(config, 'near_field', '')}"
-)
+@pytest.mark.parametrize("config", NEAR_FIELDS, ids=repr)
 def test_near_field_is_what_the_method_computes_without_samples(config):
-    query, key, value = normal(2, 2, 33, 8), normal(2, 2, 33, 8, seed=1), normal(2, 2, 33, 5, seed=2)
+    query, key, value = numbers(2, 2, 33, 8), numbers(2, 2, 33, 8, seed=1), numbers(2, 2, 33, 5, seed=2)
     mask = torch.ones(2, 33, dtype=torch.bool)
     mask[1, 25:] = False
     for causal in (False, True):
@@ -128,9 +118,9 @@ LOCAL = torch.ones(600, 600, dtype=torch.float64).tril(3).triu(-3)
 
 @pytest.mark.parametrize(
     "matrix",
-    [normal(*shape).double() for shape in ((9, 5), (5, 9), (2, 3, 40, 7), (600, 700), (2, 530, 520))]
+    [numbers(*shape) for shape in ((9, 5), (5, 9), (2, 3, 40, 7), (600, 700), (2, 530, 520))]
     # Largest singular values that are close together, or far from the others.
-    + [LOCAL / LOCAL.sum(1, keepdim=True), (3 * normal(600, 600).double()).softmax(1), torch.eye(700)],
+    + [LOCAL / LOCAL.sum(1, keepdim=True), (3 * numbers(600, 600)).softmax(1), torch.eye(700)],
     ids=lambda matrix: f"{tuple(matrix.shape)}",
 )
 def test_operator_norm(matrix):
@@ -159,7 +149,7 @@ def test_relative_error():
 @pytest.mark.parametrize(("causal", "padded", "length"), [(False, True, 5), (True, False, 9), (True, True, 12)])
 def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length, monkeypatch):
     monkeypatch.setattr(dense, "_CHUNK_QUERIES", 4)
-    query, key, value = normal(2, 4, length, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 6, seed=2)
+    query, key, value = numbers(2, 4, length, 3), numbers(2, 2, 9, 3, seed=1), numbers(2, 2, 9, 6, seed=2)
     mask = None
     if padded:
         mask = torch.ones(2, 9, dtype=torch.bool)
@@ -173,7 +163,7 @@ def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length,
 
 @pytest.mark.parametrize(("causal", "padded"), [(False, True), (True, False)])
 def test_attention_error_by_head_and_seed(causal, padded):
-    query, key, value = (normal(2, 3, 40, 8, seed=i) for i in range(3))
+    query, key, value = (numbers(2, 3, 40, 8, seed=i) for i in range(3))
     mask = torch.ones(2, 40, dtype=torch.bool)
     if padded:
         mask[0, 30:] = False
@@ -194,7 +184,7 @@ def test_attention_error_by_head_and_seed(causal, padded):
     assert all((x < 1e-5).all() for x in analysis.attention_error(hea.KDEformerConfig(block_size=40), *given, **masks))
 
 
-T, Q, LONG = torch.zeros(60, 2), normal(1, 1, 9, 4), torch.zeros(1, 1, 1, 1).expand(1, 1, 40000, 1)
+T, Q, LONG = torch.zeros(60, 2), numbers(1, 1, 9, 4), torch.zeros(1, 1, 1, 1).expand(1, 1, 40000, 1)
 REFUSALS = [
     *(
         (message, lambda measure=measure, given=given: measure(*given))

@@ -16,10 +16,10 @@ import transformers
 import hf_efficient_attn as hea
 from commands import _quick, interrupt  # noqa: F401
 from each import refuses
-from hf_efficient_attn.evaluation import calibration, capture, progress, timing
-from hf_efficient_attn.evaluation.progress import Execution, Interrupted, Step, carry_out, partial_result
+from hf_efficient_attn.evaluation import analyze, calibration, capture, progress, timing
+from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.methods import make_config
-from test_encoder_decoder import tiny
+from test_encoder_decoder import inputs_of, tiny
 from tiny_models import output, tiny_batch, tiny_model
 
 
@@ -320,23 +320,28 @@ def test_refused(family, data, options, message):
     refuses(message, hea.calibrate, model, data, **{"max_error": 0.5, "budgets": [16], **options})
 
 
-def test_encoder_and_decoder_have_layers_of_their_own():
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+def test_encoder_and_decoder_have_layers_of_their_own(family):
     """Layers of the decoder contain the cross attention. A method without a causal form gets the encoder only."""
-    model = tiny("bart").model
-    data = [{"input_ids": x["input_ids"], "decoder_input_ids": x["input_ids"][:, :40]} for x in batches("bert", 2)]
+    model = tiny(family)
+    data = [{**inputs_of(family), "decoder_input_ids": tiny_batch("gpt2", length=40)["input_ids"]}]
     found = hea.calibrate(model, data, max_error=9.0, methods=["nystromformer"], budgets=[8])
     assert found.named_layers() == ["encoder.layers.0", "encoder.layers.1"]
     calls = []
     with capture.capture_attention(model, calls.append):
         capture.forward(model, data[0])
     cross = next(call for call in calls if call.query.shape[2] != call.key.shape[2])
-    assert (cross.errors(hea.LongformerConfig(window_size=4)) == 0).all()
+    assert len(calls) == 6 and (cross.errors(hea.LongformerConfig(window_size=4)) == 0).all()
     both = hea.calibrate(model, data, max_error=9.0, methods=["longformer"], budgets=[8])
     assert both.named_layers() == [f"{stack}.layers.{i}" for stack in ("decoder", "encoder") for i in range(2)]
+    result = analyze.analyze(model, data[0], methods=[hea.LongformerConfig()], budgets=[17], max_error=9.0)
+    assert len(result["layers"]) == 6
+    errors = hea.attention_error(hea.convert(model, found), data[0])
+    assert [one.layer for one in errors.layers if one.method != "sdpa"] == found.named_layers()
     hea.convert(model, both)
 
 
-# Steps of a measurement within a limit of time, and partial results.
+# Steps of a measurement within a limit of time.
 
 
 @pytest.fixture
@@ -376,16 +381,3 @@ def test_the_bar_is_in_proportion_to_the_estimates_and_removed(clock, monkeypatc
         assert f"{step.name}: {share:3}%" in terminal.getvalue().replace("\x1b", "").rpartition("\r")[2]
     steps.close()
     assert not terminal.getvalue().rpartition("\r")[2].strip()
-
-
-def test_partial_results():
-    with pytest.raises(Interrupted) as caught, partial_result(lambda: ["row"]):
-        raise KeyboardInterrupt
-    assert caught.value.result == ["row"]
-    assert isinstance(caught.value, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt) as caught, partial_result(lambda: None):
-        raise KeyboardInterrupt
-    assert not isinstance(caught.value, Interrupted)
-    with pytest.raises(Interrupted) as caught, partial_result(lambda: "outer"), partial_result(lambda: "inner"):
-        raise KeyboardInterrupt
-    assert caught.value.result == "inner"

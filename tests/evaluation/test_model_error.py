@@ -123,17 +123,14 @@ def test_sequences_without_a_token_do_not_count():
     refuses("no valid token", hea.attention_error, model, batch)
 
 
-def test_bfloat16_models_and_other_models_in_a_container():
+def test_bfloat16_models_and_what_is_refused():
     bert = hea.convert(tiny_model("bert").to(torch.bfloat16), KDEFORMER)
     found = hea.attention_error(bert, tiny_batch("bert"), num_rows=None)
     assert all(0.02 < one.mean < 1.0 for one in found.layers)
     box = torch.nn.Sequential(tiny_model("vit"))
     refuses("ViTModel computes exact attention in every layer", hea.attention_error, box, tiny_batch("vit"))
-
-
-@pytest.mark.parametrize("num_rows", [0, -1, True, 2.5, "8"])
-def test_impossible_numbers_of_rows_are_refused(num_rows):
-    refuses("num_rows", hea.attention_error, tiny_model("bert", "kdeformer"), tiny_batch("bert"), num_rows=num_rows)
+    for num_rows in (0, -1, True, 2.5, "8"):
+        refuses("num_rows", hea.attention_error, bert, tiny_batch("bert"), num_rows=num_rows)
 
 
 def test_table_and_plain_values():

@@ -84,8 +84,8 @@ def test_published_models(name):
 
 def test_models_by_name():
     assert set(T2TViTConfig.names()) == set(COUNTS)
-    with pytest.raises(ValueError, match=r"'t2t_vit_15'. Did you mean 't2t_vit_1.'.*Known: t2t_vit_7, .*vit_flurka"):
-        T2TViTConfig.from_name("t2t_vit_15")
+    words = r"unknown T2T-ViT 't2t_vit_15'. Did you mean 't2t_vit_1.'.*Known: t2t_vit_7, .*vit_flurka"
+    refuses(words, T2TViTConfig.from_name, "t2t_vit_15", error=ValueError)
     changed = T2TViTConfig.from_name("t2t_vit_14", image_size=384, id2label={0: "cat", 1: "dog"})
     assert (changed.image_size, changed.num_labels, changed.tokens_type) == (384, 2, "performer")
     assert T2TViTConfig.from_name("t2t_vit_7").num_labels == 1000
@@ -140,8 +140,8 @@ def test_performer_stages_take_no_method():
     exact = logits(model)
     for words in (r"in layers \['t2t.0'\]; its layers are \[0, 1\]", r"t2t\.0.*an attention of their own"):
         refuses(words, hea.convert, model, "kdeformer", layers=["t2t.0"])
-    with pytest.raises(ValueError, match=r"t2t\.0.*tokens_type='transformer'"):
-        tiny(tokens_type="performer", efficient_attention={"method": "linear", "layers": ["t2t.0", 1]})
+    choice = {"method": "linear", "layers": ["t2t.0", 1]}
+    refuses(r"t2t\.0.*'transformer'", tiny, tokens_type="performer", efficient_attention=choice, error=ValueError)
     assert torch.equal(logits(model), exact)
     assert not torch.equal(logits(hea.convert(model, "longformer", window_size=2)), exact)
     for name in ("t2t.2", 2):
@@ -512,10 +512,6 @@ def test_performers_with_large_keys_are_finite(dtype):
     assert torch.isfinite(found).all() and all(torch.isfinite(x.grad).all() for x in given)
 
 
-def equal(model, converted) -> bool:
-    return all(torch.equal(tensor, converted[name].float()) for name, tensor in model.state_dict().items())
-
-
 @each_performer
 def test_files_of_the_authors(performer, tmp_path):
     """With the command line, a moving average of the weights, and names that start with "module."."""
@@ -528,7 +524,8 @@ def test_files_of_the_authors(performer, tmp_path):
     for folder, ema, wanted in (("ema", True, average), ("own", False, state)):
         config = convert_checkpoint(tmp_path / "81.5.pth.tar", tmp_path / folder, ema=ema)
         model = AutoModelForImageClassification.from_pretrained(tmp_path / folder)
-        assert equal(model, t2t_vit.convert_state_dict(wanted)[0])
+        expected = t2t_vit.convert_state_dict(wanted)[0]
+        assert all(torch.equal(tensor, expected[name].float()) for name, tensor in model.state_dict().items())
         assert model.config.to_json_string() == config.to_json_string()
         assert not model.t2t_vit.embeddings.position_embeddings.requires_grad
         assert (tmp_path / folder / "model.safetensors").is_file()
@@ -586,30 +583,21 @@ class _Runs:
         return print, ("code of a checkpoint was run",)
 
 
-FILES = {
-    "text": (lambda path: path.write_text("no checkpoint"), "cannot be read"),
-    "numbers": (lambda path: torch.save({"state_dict": {"a": 1}}, path), "holds no state dict"),
-    "list": (lambda path: torch.save([torch.ones(3)], path), "holds no state dict"),
-    "code": (lambda path: path.write_bytes(pickle.dumps({"state_dict": _Runs()})), "cannot be read"),
-    "more code": (lambda path: torch.save({"state_dict": _Runs()}, path), "cannot be read"),
-    "absent": (lambda path: None, "absent.pth"),
-}
+CODE = {"state_dict": _Runs()}
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_files_without_weights_are_refused(name, tmp_path, capsys):
-    write, message = FILES[name]
-    write(tmp_path / f"{name}.pth")
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
-        read_checkpoint(tmp_path / f"{name}.pth")
+@pytest.mark.parametrize("content", [b"no checkpoint", {"state_dict": {"a": 1}}, [1], pickle.dumps(CODE), CODE])
+def test_files_without_weights_are_refused(content, tmp_path, capsys):
+    refuses("absent.pth", read_checkpoint, tmp_path / "absent.pth", error=FileNotFoundError)
+    path = tmp_path / "file.pth"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    message = "cannot be read" if content is CODE or isinstance(content, bytes) else "holds no state dict"
+    refuses(message, read_checkpoint, path, error=ValueError)
     assert "was run" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("t2t_vit_t_14", r"Missing key.* \"t2t_vit.layers.2"), ("t2t_vit_t_15", "unknown T2T-ViT 't2t_vit_t_15'")],
-)
-def test_model_name_is_checked_against_the_tensors(name, message, tmp_path):
+def test_model_name_is_checked_against_the_tensors(tmp_path):
     torch.save(STATE, tmp_path / "small.pth")
-    refuses(message, convert_checkpoint, tmp_path / "small.pth", tmp_path / "out", name, error=ValueError)
+    given = tmp_path / "small.pth", tmp_path / "out", "t2t_vit_t_14"
+    refuses(r"Missing key.* \"t2t_vit.layers.2", convert_checkpoint, *given, error=ValueError)
     assert not (tmp_path / "out").exists()

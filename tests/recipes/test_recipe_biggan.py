@@ -300,8 +300,7 @@ def test_idx_files(tmp_path):
         write(tmp_path / f"{split}-labels-idx1-ubyte{end}", pack(idx(torch.tensor([7, 2], dtype=torch.uint8))))
         found, labels = gan.load_digits(tmp_path, split)
         assert torch.equal(found, values) and labels.tolist() == [7, 2]
-    with pytest.raises(FileNotFoundError, match="test-images"):
-        gan.load_digits(tmp_path, "test")
+    refuses("test-images", gan.load_digits, tmp_path, "test", error=FileNotFoundError)
     whole = idx(torch.zeros(300, dtype=torch.uint8))
     for end, raw, message in (
         ("", b"", "not a complete IDX"),
@@ -341,10 +340,6 @@ def test_frechet_distance():
     first, second = (torch.stack((x, -x)) / 2**0.5 for x in (a, b))
     expected = a.dot(a) + b.dot(b) - 2 * a.dot(b).abs()
     assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-6)
-    # Fewer pictures than features.
-    first, second = numbers(5, 64, seed=1), numbers(5, 64, seed=2)
-    assert 0 < frechet_distance(first, second) < math.inf
-    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-5)
 
 
 def test_inception_score():
