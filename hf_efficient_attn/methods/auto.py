@@ -22,7 +22,7 @@ from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_len
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bound, worthwhile_length
-from hf_efficient_attn.ops.shards import seed_value
+from hf_efficient_attn.ops.tokens import seed_value
 
 # Lengths are measured for this head_dim. Most of the cost of choosing landmarks does not depend on head_dim, so with 32
 # the cost relative to exact attention is 1.4 times as high.

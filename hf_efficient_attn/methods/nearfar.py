@@ -36,7 +36,6 @@ class NearFarConfig(MethodConfig):
     rectangular = True
     decodes_exactly = True
     adds_distance_bias = True
-    exact_budget = ("block_size", "num_samples")
     summary = "the keys with the largest scores exactly, and landmarks for all other keys"
     near = "keys with the largest scores"
     far = "landmarks of clusters"
@@ -58,6 +57,11 @@ class NearFarConfig(MethodConfig):
         minimum=0,
     )
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
+
+    @property
+    def exact_length(self) -> int:
+        """The budget: near keys and landmarks."""
+        return self.block_size + self.num_samples
 
     def with_budget(self, columns: int) -> "NearFarConfig":
         """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks."""

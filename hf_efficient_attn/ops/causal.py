@@ -34,13 +34,13 @@ from hf_efficient_attn.ops.sampling import (
     split_scale_evenly,
     stratified_ranks,
 )
-from hf_efficient_attn.ops.shards import seed_value
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
     integers,
     inverse,
     offsets,
     pad_to_blocks,
+    seed_value,
     slice_size,
     sliced,
     take,

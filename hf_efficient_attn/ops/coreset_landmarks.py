@@ -17,9 +17,20 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.coreset import cluster_sums, identity, nearest
-from hf_efficient_attn.ops.shards import Seed, seed_value
-from hf_efficient_attn.ops.thinning import draw_sizes, gumbel
-from hf_efficient_attn.ops.tokens import ceil_div, constant, even_positions, integers, inverse, slice_size, sliced, take
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.thinning import gumbel
+from hf_efficient_attn.ops.tokens import (
+    ceil_div,
+    constant,
+    draw_sizes,
+    even_positions,
+    integers,
+    inverse,
+    seed_value,
+    slice_size,
+    sliced,
+    take,
+)
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7 and .85, .6 has the least error.
 TEMPERATURE = 0.6

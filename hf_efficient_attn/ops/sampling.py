@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.hashing import NearField
-from hf_efficient_attn.ops.shards import Seed, seed_value
-from hf_efficient_attn.ops.tokens import integers, take, uniform, valid_first
+from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.tokens import integers, seed_value, take, uniform, valid_first
 
 # The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384

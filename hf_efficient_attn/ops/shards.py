@@ -52,11 +52,6 @@ class HeadSeed(NamedTuple):
 Seed: TypeAlias = int | Tensor | HeadSeed
 
 
-def seed_value(seed: Seed) -> int | Tensor:
-    """Return the seed of the layer."""
-    return seed.value if isinstance(seed, HeadSeed) else seed
-
-
 def head_slice(seed: Seed, num_heads: int) -> HeadSlice:
     """Return the numbers of the `num_heads` heads of a call with this seed."""
     return seed.heads if isinstance(seed, HeadSeed) else HeadSlice(0, num_heads)

@@ -29,6 +29,7 @@ from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
     constant,
+    draw_sizes,
     integers,
     slice_size,
     sliced,
@@ -49,14 +50,6 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 _BUCKET = 8
 # The smallest range of a draw, which pairs of equal tokens have. The kernel of other pairs is up to 1 + Dv.
 _TINY = 1e-20
-
-
-def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
-    """Return the number of points of each draw: `first`, then `factor` times all before it, at most `largest`."""
-    sizes: list[int] = []
-    while sum(sizes) < count:
-        sizes.append(min(largest, max(first, factor * sum(sizes)), count - sum(sizes)))
-    return sizes
 
 
 @torch.no_grad()

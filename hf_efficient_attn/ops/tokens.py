@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
-from hf_efficient_attn.ops.shards import Seed, head_slice, seed_value
+from hf_efficient_attn.ops.shards import HeadSeed, Seed, head_slice
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs, unrecorded
 
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
@@ -172,6 +172,19 @@ def integers(count: int, device: torch.device) -> Tensor:
 
 _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)
+
+
+def seed_value(seed: Seed) -> int | Tensor:
+    """Return the seed of the layer."""
+    return seed.value if isinstance(seed, HeadSeed) else seed
+
+
+def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
+    """Return the number of points of each draw: `first`, then `factor` times all before it, at most `largest`."""
+    sizes: list[int] = []
+    while sum(sizes) < count:
+        sizes.append(min(largest, max(first, factor * sum(sizes)), count - sum(sizes)))
+    return sizes
 
 
 @constant

@@ -12,7 +12,7 @@ from torch import Tensor
 import promises
 from each import close
 from hf_efficient_attn.analysis import exact_output
-from hf_efficient_attn.ops import coreset, thinning
+from hf_efficient_attn.ops import coreset, thinning, tokens
 from hf_efficient_attn.ops.coreset import nearest
 from hf_efficient_attn.ops.coreset_causal import causal_coreset_attention, causal_coreset_naive, split_columns
 from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
@@ -46,7 +46,7 @@ def choose_pivots_naive(
 ) -> tuple[Tensor, Tensor]:
     """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
     batch_heads, num_candidates, _ = points.shape
-    sizes, num_heads = thinning.draw_sizes(num_pivots, 8, 1, block), batch_heads // batch
+    sizes, num_heads = tokens.draw_sizes(num_pivots, 8, 1, block), batch_heads // batch
     gumbel = thinning.gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
     index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
     selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
