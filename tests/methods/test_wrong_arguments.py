@@ -70,7 +70,7 @@ CALLS = [
     ({"value": VALUE.half()}, DTYPE),
     ({"query": QUERY.int(), "key": KEY.int(), "value": VALUE.int()}, DTYPE),
     *(({"dropout_p": p}, f"dropout_p={p} must be at least 0 and below 1") for p in (-0.1, 1.0, torch.nan)),
-    *(({"seed": x}, f"seed must be an integer or None, not {type(x).__name__}") for x in ("0", 1.5, [1])),
+    *(({"seed": x}, f"seed must be an integer or None, not {x!r}") for x in ("0", 1.5, [1])),
 ]  # fmt: skip
 
 

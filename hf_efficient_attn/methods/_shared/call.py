@@ -3,7 +3,6 @@
 A method deals with none of these. `register_method` states what a method gets.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -226,7 +225,7 @@ def compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)  # (B, H, Nk, D)
     key, value = repeat_kv(query, key, value)  # (B, H, Nk, .)
-    with outside_autocast(query.device):
+    with torch.autocast(query.device.type, enabled=False):
         if tracing.in_graph() and form != "naive":
             out = call_in_graph(form, config, query, key, value, options)
         else:
@@ -245,14 +244,16 @@ def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Argu
     for name, x in given.items():
         if not isinstance(x, Tensor):
             refuse(no_tensor(name, x), config)
-    if not isinstance(values["is_causal"], bool):
-        refuse(f"is_causal must be True or False, not {shown(values['is_causal'])}", config)
-    if values["scale"] is not None and not _is_number(values["scale"]):
-        refuse(f"scale must be a number, or None for 1/sqrt(head_dim), not {shown(values['scale'])}", config)
-    if not _is_number(values["dropout_p"]):
-        refuse(f"dropout_p must be a number, not {shown(values['dropout_p'])}", config)
-    if values["parameters"] is not None and not isinstance(values["parameters"], Mapping):
-        refuse(f"parameters must be a dictionary of tensors by name, not {shown(values['parameters'])}", config)
+    scale, seed, parameters = values["scale"], values["seed"], values["parameters"]
+    for name, is_fit, what in (
+        ("is_causal", isinstance(values["is_causal"], bool), "True or False"),
+        ("scale", scale is None or _is_number(scale), "a number, or None for 1/sqrt(head_dim)"),
+        ("dropout_p", _is_number(values["dropout_p"]), "a number"),
+        ("seed", seed is None or isinstance(seed, (int, Tensor)), "an integer or None"),
+        ("parameters", parameters is None or isinstance(parameters, Mapping), "a dictionary of tensors by name"),
+    ):
+        if not is_fit:
+            refuse(f"{name} must be {what}, not {shown(values[name])}", config)
 
 
 def _is_number(value: object) -> bool:
@@ -307,8 +308,6 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
             refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}", config)
     if not 0.0 <= arguments.dropout_p < 1.0:
         refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1", config)
-    if arguments.seed is not None and not isinstance(arguments.seed, (int, Tensor)):
-        refuse(f"seed must be an integer or None, not {type(arguments.seed).__name__}", config)
 
 
 def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
@@ -371,9 +370,3 @@ def cast_under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) for x in tensors)
-
-
-def outside_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context without autocast. Entering PyTorch's own context takes as long as the checks of a call."""
-    is_on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()

@@ -12,8 +12,8 @@ from hf_efficient_attn.ops.shards import Seed
 
 ConfigT = TypeVar("ConfigT", bound="MethodConfig")
 
-# Integer hyperparameters are below this limit, so that they can be used as sizes and as seeds on every device.
-_LIMIT = 2**31
+# The largest integer that can be used as a size and as a seed on every device.
+_LARGEST = 2**31 - 1
 
 
 def option(
@@ -31,13 +31,13 @@ def option(
         default: the default value.
         help: one or two sentences for the command line and for the documentation of the functional form.
         minimum: the smallest allowed integer, or number if the default is a float. None: any value is allowed.
-        maximum: the largest allowed number, if there is a minimum. None: below 2**31.
+        maximum: the largest allowed number, if there is a minimum. None: 2**31 - 1.
         choices: the allowed strings. None: any value is allowed.
         carried: True if the hyperparameter determines the shape or the values of learned or random parameters. Training
             that moves a model from one method to another keeps the value of such a hyperparameter.
     """
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "choices": choices, "carried": carried}
-    return field(default=default, metadata=metadata)
+    limits = {"minimum": minimum, "maximum": _LARGEST if maximum is None else maximum, "choices": choices}
+    return field(default=default, metadata={"help": help, **limits, "carried": carried})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +119,18 @@ class MethodConfig:
                 f"{cls.__name__} takes hyperparameters by name, not {shown(args[0])} alone: "
                 f"{', '.join(f'{name}=...' for name in cls.hyperparameters())}"
             )
-        cls.check_hyperparameters(hyperparameters)
+        known = cls.hyperparameters()
+        for name in hyperparameters:
+            if name not in known:
+                raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', name, known)}")
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value, checks = getattr(self, spec.name), spec.metadata
-            minimum, maximum, choices = checks.get("minimum"), checks.get("maximum"), checks.get("choices")
+            if isinstance(value, list):  # from a JSON file
+                object.__setattr__(self, spec.name, tuple(value))
+            minimum, maximum, choices = checks.get("minimum"), checks.get("maximum", 0), checks.get("choices")
             setting = f"{self.method}: {spec.name}={value!r}"
             if choices is not None and (not isinstance(value, str) or value not in choices):
                 raise UnsupportedAttentionError(
@@ -138,10 +143,8 @@ class MethodConfig:
             kind, types = ("a number", (int, float)) if isinstance(spec.default, float) else ("an integer", (int,))
             if isinstance(value, bool) or not isinstance(value, types):
                 raise UnsupportedAttentionError(f"{setting} must be {kind}, not {type(value).__name__}")
-            if not minimum <= value < _LIMIT:
-                raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and below 2**31")
-            if maximum is not None and value > maximum:
-                raise UnsupportedAttentionError(f"{setting} must be at most {maximum}")
+            if not minimum <= value <= maximum:
+                raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and at most {maximum}")
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:
@@ -173,16 +176,7 @@ class MethodConfig:
             raise UnsupportedAttentionError(
                 f"{cls.__name__} cannot be made from the dictionary of another method, {method!r}"
             )
-        return cls(**cls.check_hyperparameters(values))
-
-    @classmethod
-    def check_hyperparameters(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Check that every key is a hyperparameter, and return the values with each list converted to a tuple."""
-        known = cls.hyperparameters()
-        for name in values:
-            if name not in known:
-                raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', name, known)}")
-        return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**values)
 
     @property
     def exact_length(self) -> int:

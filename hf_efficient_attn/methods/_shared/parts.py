@@ -2,13 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.call import (
     Arguments,
     cast_under_autocast,
     compute,
-    outside_autocast,
     prepare,
     repeat_kv,
 )
@@ -23,7 +23,7 @@ def update_state(config: MethodConfig, state: State | None, key: Tensor, value: 
     key, value = cast_under_autocast(key, value)
     recurrence: Any = get_method(config.method).recurrence
     _, key, value, options = prepare(config, key, key, value, Arguments(is_causal=True, **arguments))
-    with outside_autocast(key.device):
+    with torch.autocast(key.device.type, enabled=False):
         new_state: State = recurrence.update(config, state, key, value, options)
     return new_state
 
@@ -52,7 +52,7 @@ def attention_with_state(
     query, key, value, options = prepare(config, query, key, value, given)
     recurrence: Any = get_method(config.method).recurrence
     (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
-    with outside_autocast(query.device):
+    with torch.autocast(query.device.type, enabled=False):
         new_state = recurrence.update(config, state, key, value, options)
         if state is None:
             out = compute("forward", config, query, key, value, options)
@@ -98,7 +98,7 @@ def sharded_attention(
         return compute("forward", config, *prepare(config, query, key, value, of_all))
 
     if form is not None and form.applies(config, shards.total, options.is_causal):
-        with outside_autocast(query.device):
+        with torch.autocast(query.device.type, enabled=False):
             out = form.forward(config, query, key, value, options, shards)  # (B, H, n, Dv)
     else:
         out = over_heads(some_heads, query, key, value, shards)  # (B, H, n, Dv)

@@ -287,9 +287,7 @@ def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) ->
         UnsupportedAttentionError: the method or a hyperparameter is unknown, or a value is not allowed.
     """
     config = method_or_config if isinstance(method_or_config, MethodConfig) else get_method(method_or_config).default
-    if not hyperparameters:
-        return config
-    return dataclasses.replace(config, **config.check_hyperparameters(hyperparameters))
+    return dataclasses.replace(config, **hyperparameters) if hyperparameters else config
 
 
 @functools.lru_cache(maxsize=256)
