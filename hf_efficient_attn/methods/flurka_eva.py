@@ -29,7 +29,6 @@ class FlurkaEvaConfig(FlurkaConfig):
     summary = "learned projections along the sequence, a window of the contracted keys exactly, and control variates"
     far = "learned projections, then `eva`"
     kernel = "eva"
-    kernel_fields = ("window_size", "num_landmarks", "proposal")
     averages_queries = True
     budget = (("window_size", 1), ("num_landmarks", 1), ("projection_dim", 4))
 

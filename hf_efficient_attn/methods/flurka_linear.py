@@ -22,7 +22,6 @@ class FlurkaLinearConfig(EluFeatures, FlurkaConfig):
     far = "learned projections, then `linear`"
     exportable = True
     kernel = "linear"
-    kernel_fields = ("feature_map", "num_features", "seed")
     learned_parameters = TABLES + MAPS
 
 

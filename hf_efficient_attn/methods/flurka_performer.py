@@ -23,7 +23,6 @@ class FlurkaPerformerConfig(FavorFeatures, FlurkaConfig):
     far = "learned projections, then `performer`"
     exportable = True
     kernel = "performer"
-    kernel_fields = ("num_features", "feature_map")
     budget = (("num_features", 1), ("projection_dim", 1))  # a query attends to the features
     learned_parameters = TABLES + MAPS
 

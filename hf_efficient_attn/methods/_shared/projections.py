@@ -22,8 +22,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option, refuse
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.attend import sum_dtype
 from hf_efficient_attn.ops.projections import (
@@ -88,15 +87,11 @@ def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> 
     both = {NAMES[0]: first, NAMES[1]: options.parameters.get(NAMES[1], first)}
     for name, table in both.items():
         if table.ndim != 2 or table.shape[0] != config.projection_dim:
-            raise UnsupportedAttentionError(
-                f"{config.method}: {name} {tuple(table.shape)} does not suit projection_dim={config.projection_dim}; "
-                "give a tensor (projection_dim, max_length)"
-            )
+            problem = f"{name} {tuple(table.shape)} does not suit projection_dim={config.projection_dim}"
+            refuse(f"{problem}; give a tensor (projection_dim, max_length)", config)
         if table.shape[1] < kv_len:
-            raise UnsupportedAttentionError(
-                f"{config.method}: {kv_len} keys are more than the {table.shape[1]} that {name} has columns for; make "
-                f"the tables with max_length={kv_len} or more, or cut the input"
-            )
+            problem = f"{kv_len} keys are more than the {table.shape[1]} that {name} has columns for"
+            refuse(f"{problem}; make the tables with max_length={kv_len} or more, or cut the input", config)
     return list(both.values())
 
 
@@ -104,8 +99,8 @@ def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> 
 class FlurkaConfig(ProjectionConfig):
     """Hyperparameters of the contraction.
 
-    `kernel` is the method that attends to the contracted keys, and `kernel_fields` are its hyperparameters, which the
-    config has under the same names. `averages_queries` tells whether it needs the mask of the queries.
+    `kernel` is the method that attends to the contracted keys, with the hyperparameters that both have.
+    `averages_queries` tells whether it needs the mask of the queries.
     """
 
     paper = "Gupta, Guo, Yuan, Zhou, Mendis 2023"
@@ -114,12 +109,12 @@ class FlurkaConfig(ProjectionConfig):
     near = "none"
     streams = (51, 52)
     kernel = ""
-    kernel_fields = tuple[str, ...]()  # an annotation would make it a hyperparameter
     averages_queries = False
 
     def kernel_config(self) -> MethodConfig:
         """Return the config of the kernel's method."""
-        return make_config(self.kernel, **{name: getattr(self, name) for name in self.kernel_fields})
+        names = get_method(self.kernel).default.hyperparameters()
+        return make_config(self.kernel, **{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 def _attend(
