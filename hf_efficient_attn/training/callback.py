@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
+from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
@@ -93,7 +94,7 @@ class UptrainingCallback(TrainerCallback):
         stages = self.schedule.stages
         for stage, layout in zip(stages, switch.stage_layouts(module, stages), strict=True):
             if layout == given:
-                switch.apply_stage(module, stage)
+                convert(module, stage.settings or stage.attention)
                 return
         for name, shape in given.items():
             raise UnsupportedAttentionError(

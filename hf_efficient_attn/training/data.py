@@ -22,7 +22,7 @@ _DEFAULT_LENGTH = 2048
 _HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
 
 
-class TrainingData:
+class TrainingData(ModelData):
     """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
 
     `file`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
@@ -31,7 +31,7 @@ class TrainingData:
     processor.
 
     Attributes:
-        name, tokens: of the data, and the number of tokens of an input, for pictures the nearest possible one.
+        tokens: the number of tokens of an input, for pictures the nearest possible one.
         train, held_out: the numbers of the batches to learn from, and of the others.
     """
 
@@ -52,22 +52,21 @@ class TrainingData:
                 f"{longest}, which extends its positions"
             )
         most = batch_size * (num_batches + _MOST_HELD_OUT)
-        self._data = data = ModelData(model, folder, file, longest=longest, rows=most)
-        data.mask_token = None  # no token of a masked language model is masked
+        super().__init__(model, folder, file, longest=longest, rows=most)
+        self.mask_token = None  # no token of a masked language model is masked
         if is_image:
-            longest = length or data.native_tokens
+            longest = length or self.native_tokens
             # Sorted files can be sorted by class.
-            order = torch.randperm(len(data.pictures), generator=torch.Generator().manual_seed(0))
-            data.pictures = [data.pictures[index] for index in order.tolist()]
-        data.check_length(longest)
-        self._length, self._count = longest, batch_size
-        self.name, self.tokens = data.name, data.tokens_for(longest)
+            order = torch.randperm(len(self.pictures), generator=torch.Generator().manual_seed(0))
+            self.pictures = [self.pictures[index] for index in order.tolist()]
+        self.check_length(longest)
+        self._length, self._count, self.tokens = longest, batch_size, self.tokens_for(longest)
         # Two batches to learn from for every process, and one that is held out.
-        count, fewest = data.rows // batch_size, 2 * world_size() + 1
+        count, fewest = self.rows // batch_size, 2 * world_size() + 1
         if count < fewest:
             inputs = "pictures" if is_image else f"windows of {self.tokens} tokens"
             raise UnsupportedAttentionError(
-                f"{self.name} has {data.rows} {inputs}, {count} batches of {batch_size}. Distillation needs {fewest} "
+                f"{self.name} has {self.rows} {inputs}, {count} batches of {batch_size}. Distillation needs {fewest} "
                 "or more, two for each process to learn from and one to measure the error on: give more data, or a "
                 f"smaller --batch-size{'' if is_image else ' or --length'}"
             )
@@ -76,7 +75,7 @@ class TrainingData:
 
     def batch(self, number: int) -> dict[str, Any]:
         """The batch with a number."""
-        return self._data.inputs(self._length, number * self._count, self._count).values
+        return self.inputs(self._length, number * self._count, self._count).values
 
     def stream(self, seed: int, skip: int = 0) -> Iterator[dict[str, Any]]:
         """The batches to learn from of this process in a random order, epoch after epoch, without the first `skip`."""
@@ -85,9 +84,8 @@ class TrainingData:
 
     def digest(self) -> str:
         """A number that other data hardly have: of all tokens, or of all names and some pixels."""
-        data = self._data
-        content = self.batch(self.held_out[0])["pixel_values"] if data.is_image else data.token_ids
-        return digest(repr((self.name, self._length, self._count, data.rows, [x[0] for x in data.pictures])), content)
+        content = self.batch(self.held_out[0])["pixel_values"] if self.is_image else self.token_ids
+        return digest(repr((self.name, self._length, self._count, self.rows, [x[0] for x in self.pictures])), content)
 
 
 def digest(text: str, *tensors: Tensor) -> str:

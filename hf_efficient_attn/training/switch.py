@@ -36,9 +36,6 @@ from hf_efficient_attn.methods import MethodConfig, get_method
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
-# Names and shapes of learned parameters.
-Layout = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -64,11 +61,6 @@ def is_in_stage(model: nn.Module, stage: Stage) -> bool:
     configs = [config for root in transformers_models(unwrap(model)) for config in configs_of(root)]
     names = [(config, method_of(config)) for config in configs]
     return all((name and settings_of(config, name)) == stage.settings for config, name in names)
-
-
-def apply_stage(model: nn.Module, stage: Stage) -> None:
-    """Convert the model to the stage; new learned parameters have their initial values."""
-    convert(unwrap(model), stage.attention if stage.settings is None else stage.settings)
 
 
 def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
@@ -97,21 +89,21 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
             )
 
 
-def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[Layout]:
+def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, torch.Size]]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
     before, layouts = Snapshot(transformers_models(model)), []
     try:
         for stage in stages:
-            apply_stage(model, stage)
+            convert(unwrap(model), stage.settings or stage.attention)
             layouts.append(learned_layout(model))
     finally:
         before.restore()
     return layouts
 
 
-def learned_layout(model: nn.Module) -> Layout:
+def learned_layout(model: nn.Module) -> dict[str, torch.Size]:
     """Names and shapes of the parameters that attention methods learn now."""
-    return {name: tuple(p.shape) for name, p in learned_parameters(model).items()}
+    return {name: p.shape for name, p in learned_parameters(model).items()}
 
 
 def switch_stage(
@@ -143,7 +135,7 @@ def switch_stage(
         # Parameters that the model no longer has did not move with it to another device.
         return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
 
-    apply_stage(inner, stage)
+    convert(inner, stage.settings or stage.attention)
     try:
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
         distilled = None
