@@ -122,7 +122,7 @@ class MethodConfig:
         known = cls.hyperparameters()
         for name in hyperparameters:
             if name not in known:
-                raise UnsupportedAttentionError(f"{cls.method}: {unknown_name('hyperparameter', name, known)}")
+                refuse(unknown_name("hyperparameter", name, known), cls)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -131,20 +131,18 @@ class MethodConfig:
             if isinstance(value, list):  # from a JSON file
                 object.__setattr__(self, spec.name, tuple(value))
             minimum, maximum, choices = checks.get("minimum"), checks.get("maximum", 0), checks.get("choices")
-            setting = f"{self.method}: {spec.name}={value!r}"
+            setting = f"{spec.name}={value!r}"
             if choices is not None and (not isinstance(value, str) or value not in choices):
-                raise UnsupportedAttentionError(
-                    f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}"
-                )
+                refuse(f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}", self)
             if isinstance(spec.default, bool) and not isinstance(value, bool):
-                raise UnsupportedAttentionError(f"{setting} must be True or False")
+                refuse(f"{setting} must be True or False", self)
             if minimum is None:
                 continue
             kind, types = ("a number", (int, float)) if isinstance(spec.default, float) else ("an integer", (int,))
             if isinstance(value, bool) or not isinstance(value, types):
-                raise UnsupportedAttentionError(f"{setting} must be {kind}, not {type(value).__name__}")
+                refuse(f"{setting} must be {kind}, not {type(value).__name__}", self)
             if not minimum <= value <= maximum:
-                raise UnsupportedAttentionError(f"{setting} must be at least {minimum} and at most {maximum}")
+                refuse(f"{setting} must be at least {minimum} and at most {maximum}", self)
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:
@@ -226,9 +224,7 @@ class MethodConfig:
     def check_budget(cls, columns: int, minimum: int = 1) -> int:
         """Return `columns` if it is an integer that is at least `minimum`, and raise an error otherwise."""
         if isinstance(columns, bool) or not isinstance(columns, int) or columns < minimum:
-            raise UnsupportedAttentionError(
-                f"{cls.method}: a budget of {columns!r} columns is not possible; give an integer of {minimum} or more"
-            )
+            refuse(f"a budget of {columns!r} columns is not possible; give an integer of {minimum} or more", cls)
         return columns
 
 
@@ -358,6 +354,6 @@ def no_tensor(name: str, value: object) -> str:
     return f"{name} must be a tensor, not a {type(value).__name__}: give torch.as_tensor({name})"
 
 
-def refuse(problem: str, config: MethodConfig) -> NoReturn:
-    """Refuse a call of a method."""
+def refuse(problem: str, config: MethodConfig | type[MethodConfig]) -> NoReturn:
+    """Refuse a call of a method, or a config of it."""
     raise UnsupportedAttentionError(f"{config.method}: {problem}")
