@@ -12,7 +12,7 @@ from broken_methods import BrokenConfig, broken, form_of
 from each import close, differs, each_form, each_instance, each_method, refuses
 from hf_efficient_attn import methods
 from hf_efficient_attn.methods import get_method, make_config
-from instances import INSTANCES, forms, inputs, padding_mask, relative_error
+from instances import FIRST, INSTANCES, forms, inputs, padding_mask, relative_error
 
 # The arguments of a call.
 
@@ -44,6 +44,12 @@ def test_dropout_keeps_the_mean_and_draws_from_the_global_generator(instance, is
     leaves = [x.requires_grad_() for x in tensors]
     grads = torch.autograd.grad(instance(*leaves, mask, is_causal=is_causal, dropout_p=0.5).sum(), leaves)
     assert all(grad.isfinite().all() and grad.abs().sum() > 0 for grad in grads)
+
+
+@pytest.mark.parametrize("method", ["approx_kmv", "eva", "hyperattention", "kdeformer", "thinformer", "wildcat"])
+def test_equal_heads_have_random_numbers_of_their_own(method):
+    out = FIRST[method](*(x.expand(-1, 2, -1, -1) for x in inputs(num_heads=1, q_len=300)))
+    assert differs(out[:, 0], out[:, 1])
 
 
 @pytest.mark.parametrize("instance", [i for i, is_causal in forms() if is_causal], ids=str)
