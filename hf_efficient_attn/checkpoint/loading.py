@@ -16,6 +16,9 @@ from transformers.utils import logging
 
 from hf_efficient_attn.checkpoint.source import CheckedSource, find_weights
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean, refusing, shown
+from hf_efficient_attn.integration.configs import parts_of
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
+from hf_efficient_attn.methods import parameter_shapes
 
 # A model may have more parameters and buffers than its checkpoint has tensors, for example tied parameters, a pooler
 # or computed tables: 8 times as many tensors, 4 times as many values, and beyond that `_EXTRA` values. A tensor counts
@@ -80,6 +83,9 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
         for tensor in tensors.values():
             if tensor.is_floating_point() and tensor.element_size() > 1:
                 counts[tensor.dtype] += tensor.numel()
+        for part in (config, *parts_of(config).values()):
+            if part.efficient_attention:
+                check_learned(as_settings(part.efficient_attention), part, sum(x.numel() for x in tensors.values()))
         with _limited_size(tensors):
             load: Any = cls.from_pretrained  # with output_loading_info the result is a pair
             options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -101,6 +107,22 @@ def load_with_report(checked: CheckedSource) -> LoadedModel:
             f"the checkpoint has no pooler: Transformers starts it at random each time it loads a {cls.__name__}"
         )
     return LoadedModel(model.eval(), notes, sorted(report["unexpected_keys"]), missing)
+
+
+def check_learned(chosen: EfficientAttentionConfig, config: object, present: int) -> None:
+    """Refuse hyperparameters with which a layer would learn more values than the whole model has, which are `present`.
+
+    They are mistyped, or those of a hostile checkpoint. The values are counted on the meta device, without memory.
+    """
+    length = getattr(config, "max_position_embeddings", None) or 1
+    for method in {entry.config for entry in chosen.entries}:
+        with torch.device("meta"):
+            learned = sum(shape.numel() for shape in parameter_shapes(method, max_length=length).values())
+        if learned > max(2 * present, 2**24):
+            raise UnsupportedAttentionError(
+                f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
+                f"model has {present}"
+            )
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
-from hf_efficient_attn.checkpoint.loading import load_with_report, quiet
+from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.source import (
     FILE,
     INDEX,
@@ -40,7 +40,7 @@ from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, changed_hyperparameters
 from hf_efficient_attn.io.json import read_json_object, write_json
-from hf_efficient_attn.methods import MethodConfig, parameter_shapes
+from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
 from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, remote_code
 
@@ -165,7 +165,7 @@ class Conversion:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
             self.extend()
             if chosen is not None:
-                _check_learned(chosen, model.config, model.num_parameters())
+                check_learned(chosen, model.config, model.num_parameters())
             convert(model, chosen or method)
         if self._kernel is not None:
             kernel_implementation(model, self._kernel)  # refuse it before the work
@@ -236,22 +236,6 @@ class Conversion:
             "notes": notes,
             "load": load,
         }
-
-
-def _check_learned(chosen: EfficientAttentionConfig, config: object, present: int) -> None:
-    """Refuse hyperparameters with which a layer would learn more values than the whole model has, which are `present`.
-
-    They are mistyped. The values are counted on the meta device, without memory.
-    """
-    length = getattr(config, "max_position_embeddings", None) or 1
-    for method in {entry.config for entry in chosen.entries}:
-        with torch.device("meta"):
-            learned = sum(shape.numel() for shape in parameter_shapes(method, max_length=length).values())
-        if learned > max(2 * present, 2**24):
-            raise UnsupportedAttentionError(
-                f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
-                f"model has {present}"
-            )
 
 
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:

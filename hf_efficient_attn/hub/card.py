@@ -152,9 +152,8 @@ def _choices(
         method = method.get("")
     elif depth and method is None and isinstance(stored, dict):  # a part of a composite model
         method = stored.get("method")
-    if isinstance(method, str):
-        method = method.rpartition(":")[2]  # of a kernel repository, ORG/NAME:METHOD
-    if isinstance(method, str) and method in available_methods():
+    method = str(method).rpartition(":")[2]  # of a kernel repository, ORG/NAME:METHOD
+    if method in available_methods():
         choice = EfficientAttentionConfig.from_dict(stored or {}, method)
         yield part, choice if choice.method == method else EfficientAttentionConfig(method)
     if depth < 2:
