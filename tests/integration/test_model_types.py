@@ -40,7 +40,12 @@ SAMPLE = {
     "Tapas": TEXT, "Lilt": TEXT, "Bloom": DECODER,
 }  # fmt: skip
 BIAS = "relative positions"
-REFUSALS = {"T5": BIAS, "MPNet": BIAS, "Bloom": BIAS, "ConvBert": "does not compute its attention through"}
+REFUSALS = {
+    "T5": f"{BIAS}|does not compute its attention through",
+    "MPNet": BIAS,
+    "Bloom": BIAS,
+    "ConvBert": "does not compute its attention through",
+}
 # Methods that add the bias. T5 does not ask Transformers' interface in all versions.
 WORKS_AFTER_ALL = {("T5", "longformer")} if uses_interface(T5Attention) else set()
 WORKS_AFTER_ALL |= {("MPNet", method) for method in ("kdeformer", "nearfar", "longformer")} | {("Bloom", "longformer")}

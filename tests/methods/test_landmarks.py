@@ -32,7 +32,12 @@ nearfar = hea.functional.nearfar_attention
 def test_float32_is_as_accurate_as_float64(form, spread, limit, content):
     """Sums of exponentials of the keys differ by up to 10^1000 between the keys of a coreset."""
     tensors = inputs(q_len=200, head_dim=32, content=content, spread=spread, dtype=torch.float64)
-    assert relative_error(form(*(x.float() for x in tensors), num_samples=48), form(*tensors, num_samples=48)) < limit
+    single, double = form(*(x.float() for x in tensors), num_samples=48), form(*tensors, num_samples=48)
+    if content == "signs":  # keys at equal distances, between which rounding decides
+        exact = scaled_dot_product_attention(*tensors)
+        assert relative_error(single, exact) < relative_error(double, exact) + limit
+    else:
+        assert relative_error(single, double) < limit
 
 
 # WildCat.
