@@ -3,6 +3,7 @@
 A method deals with none of these. `register_method` states what a method gets.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -228,7 +229,9 @@ def compute(
     elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
         query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)  # (B, H, Nk, D)
     key, value = repeat_kv(query, key, value)  # (B, H, Nk, .)
-    with torch.autocast(query.device.type, enabled=False):
+    # Entering PyTorch's context takes as long as the checks of a call.
+    kind = query.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
         if tracing.in_graph() and form != "naive":
             out = call_in_graph(form, config, query, key, value, options)
         else:
