@@ -158,6 +158,7 @@ def test_bloom_generates_in_a_window(side):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled(name):
+    torch.compiler.reset()
     model, inputs = model_of(name)
     hea.convert(model, SMALL)
     expected = outputs(model, inputs)
