@@ -99,7 +99,8 @@ class Instance:
     @property
     def reduced(self) -> "Instance":
         """The method with so small a budget that even 13 tokens are approximated, for tests of gradients."""
-        values = dataclasses.asdict(self.config().with_budget(9)) | self.small
+        config = self.config()
+        values = dataclasses.asdict(config.with_budget(9 + getattr(config, "global_tokens", 0))) | self.small
         return dataclasses.replace(self, hyperparameters=values)
 
     @property

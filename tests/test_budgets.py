@@ -12,7 +12,7 @@ ROOT = Path(hea.__file__).parent
 BUDGETS = {
     "ops": 7854, "methods": 3929, "integration": 2993, "evaluation": 2752, "training": 1883, "models": 1717,
     "cli": 1362, "kernel": 500, "conversion+checkpoint+io+hub": 2307, "standalone": 343, "../recipes": 8867,
-    "../tests": 21949, ".": 26770,
+    "../tests": 21950, ".": 26770,
 }  # fmt: skip
 OPS_FILES = 25
 # What reads the kind of a device, and which files may.
