@@ -5,7 +5,7 @@ chosen. The module keeps its parameters, and its forward for attention that is n
 W = H * D is the width of the hidden states.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +32,12 @@ class _Attention(nn.Module):
 
     config: PreTrainedConfig  # of the model; set by `adopt`
     is_causal = False
+    _compute: Callable[..., tuple[Any, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the base class, or, with attention of the interface, `_compute` with the same arguments."""
         uses_interface = self.config._attn_implementation in ALL_ATTENTION_FUNCTIONS
         return (self._compute if uses_interface else super().forward)(*args, **kwargs)
-
-    def _compute(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        raise NotImplementedError
 
     def _attend(self, heads: Sequence[Tensor], mask: Tensor | None, **kwargs: Any) -> Tensor:
         """Attention of queries, keys and values (B, H, N, D) by the function that the config names: (B, N, H, Dv)."""

@@ -34,7 +34,7 @@ def test_segments_are_summed_in_float32():
 
 
 def test_iteration_converges_to_the_pseudo_inverse():
-    """Zero rows and columns of the matrix, which stand for empty segments, stay 0 and do not slow down convergence."""
+    """Rows and columns of empty segments stay 0 and do not slow down convergence."""
     for count in (1, 2, 7, 20):
         matrix = (2.0 * numbers(4, count, count)).softmax(-1)
         exact = torch.linalg.pinv(matrix)

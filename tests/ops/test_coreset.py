@@ -206,7 +206,7 @@ def thin(key, value, num_samples, mask=None, scale=0.3, seed=0, batch=1):
 
 
 def counts(thinned, length):
-    """How many tokens each token stands for, (BH, N)."""
+    """The number of tokens that each token represents, (BH, N)."""
     return torch.zeros(len(thinned[0]), length).double().scatter_add_(1, thinned[0], thinned[1].exp())
 
 
@@ -222,7 +222,7 @@ def test_every_valid_token_is_counted_once(length, num_samples, padding):
     assert not found[~valid.bool()].any(), "a masked token is kept"
     num_tokens = valid.sum(1)
     assert torch.equal((found > 0).sum(1), num_tokens.clamp(max=num_samples).long()), "a token is kept twice"
-    # The kept tokens stand for nearly equal numbers: the places of a group hold floor or ceil of their share.
+    # All kept tokens represent nearly the same number of tokens: their share, rounded down or up.
     assert (found.amax(1) <= -(-num_tokens // num_samples)).all()
 
 

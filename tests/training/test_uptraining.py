@@ -415,7 +415,7 @@ def output_error(model, former, batch, monkeypatch) -> float:
 
 @torch.no_grad()
 def shake(model):
-    """Give learned parameters values that are not those of a conversion."""
+    """Give learned parameters values that differ from the start values of a conversion."""
     for p in learned_parameters(model).values():
         p.mul_(torch.rand(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)))
     return model
@@ -548,7 +548,7 @@ def distilled(trainer) -> list[tuple]:
     "own", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["training data", "own batches"]
 )
 def test_the_callback_distills(own, tmp_path):
-    """Only the distilled parameters differ from a run without it: data and random states are those of the training."""
+    """Distillation changes its parameters only; the training sees the same data and random states as without it."""
 
     def trained(folder, stages):
         given = {"distillation_batches": batches()} if own and stages is DISTILLED else {}
