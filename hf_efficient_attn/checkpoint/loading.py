@@ -170,7 +170,7 @@ def _limited_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     def count(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         nonlocal left
         if tensor is not None:
-            # The checkpoint's tensors replace the tensors on the meta device.
+            # The numbers of tensors on other devices do not count: the checkpoint has provided them.
             left -= _TENSOR + (tensor.numel() if tensor.device.type == "meta" else 0)
         if left < 0:
             raise UnsupportedAttentionError(

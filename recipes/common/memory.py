@@ -1,4 +1,4 @@
-"""What the benchmarks measure: times next to those of a reference, and self-attention on random inputs."""
+"""Benchmarks: the times of a call and of its reference, and self-attention of random inputs."""
 
 import contextlib
 import pathlib
