@@ -1,4 +1,4 @@
-"""Guards: sizes of the package and of its files, and where it asks for devices and compilation (docs/architecture.md)."""
+"""Guards: sizes of package and files, and where it asks for devices and compilation (docs/architecture.md)."""
 
 import re
 from pathlib import Path
