@@ -143,6 +143,7 @@ class Report:
             ("tok/s", 6, "tokens_per_second", "{:.1f}"),
         ]
         absent = set() if self.procedure.memory else {"peak_memory_mib"}
+        absent |= set() if self.procedure.errors else {"error"}
         absent |= set() if task in _PERPLEXITY else {"perplexity"}
         if task != "causal-lm" or self.procedure.new_tokens < 2:
             absent |= {"first_token_seconds", "tokens_per_second"}

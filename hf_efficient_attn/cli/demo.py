@@ -10,13 +10,16 @@ from hf_efficient_attn.cli import common
 from hf_efficient_attn.cli.benchmark import Report
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-# Less than a minute on two cores.
+# Less than half a minute on two idle cores.
 _LENGTHS = (512, 8192)
 _PURPOSE = (
     "What long attention is for: inputs that cannot be split, such as large pictures, the prompts of language models, "
     "tagging and matching over a whole text, proteins, sound, and training on long inputs. For twice the length exact "
     "attention takes four times as long, and nearfar twice. MiniLM was trained with 512 positions: the figures say how "
     "well a method replaces exact attention at the same length, not how good the embedding of a long text is."
+)
+_NEXT = (
+    "Next, your own model and text: hf-efficient-attn benchmark MODEL --data FILE --lengths 512,2048,8192 --minutes 5"
 )
 
 _method = "NAME or NAME:key=value; repeated or separated by commas. [default: auto, nearfar]"
@@ -29,7 +32,10 @@ def demo(
     length: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_length)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
     plot: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FILE", help="Draw speed-up and error against length.")
+        pathlib.Path | None,
+        typer.Option(
+            metavar="FILE", help="Measure the errors of layers too, and draw them and the speed-up by length."
+        ),
     ] = None,
     minutes: common.Minutes = None,
     threads: common.Threads = None,
@@ -54,12 +60,12 @@ def demo(
             raise UnsupportedAttentionError(f"a length of {tokens} is not between 512 and 16384 tokens")
     if plot is not None:
         check_picture(plot)
-    procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device))
+    procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device), errors=plot is not None)
     report = Report(procedure, is_silent=as_json)
     result, status = report.run(minutes, threads, minilm_folder(), methods, lengths)
     if plot is not None:
         draw_benchmark(result, plot)
-    report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None))
+    report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None), _NEXT)
     raise typer.Exit(status)
 
 

@@ -3,7 +3,7 @@
 import copy
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +94,7 @@ class Procedure(NamedTuple):
     device: "torch.device | str" = "cpu"  # where PyTorch computes
     dtype: "torch.dtype | None" = None  # of the model; None for the dtype of the checkpoint
     new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
+    errors: bool = True  # whether to measure the errors of layers
 
 
 class LengthComparison:
@@ -147,8 +148,10 @@ class LengthComparison:
                 answers.append(answer if is_compared else answer._replace(states=None))
         if label == EXACT:
             self._exact_seconds, self._exact_calls, self._references = seconds[-1], calls, answers
-            self._errors = self._layer_errors() if self._data.is_real else {}
+            self._errors = self._layer_errors() if self._data.is_real and procedure.errors else {}
             pairs = [(one, one) for one in seconds]
+        elif self._is_exact(settings, inputs.tokens, answers):
+            pairs = [(self._exact_seconds, self._exact_seconds)]
         else:
             before = self._exact_seconds
             if chunk is None:  # nothing follows the chunks
@@ -187,6 +190,16 @@ class LengthComparison:
             "first_token_seconds": generation[0],
             "tokens_per_second": generation[1],
         }
+
+    def _is_exact(
+        self, settings: EfficientAttentionConfig | None, tokens: int, answers: Sequence[Answer | None]
+    ) -> bool:
+        """Whether a variant has computed exact attention: it was timed twice, and a ratio would only be noise."""
+        if settings is None or any(entry.config.exact_length < tokens for entry in settings.entries):
+            return False
+        pairs = zip(answers, self._references, strict=True)
+        states = [(one.states, exact.states) for one, exact in pairs if one is not None and exact.states is not None]
+        return bool(states) and all(one is not None and torch.equal(one, exact) for one, exact in states)
 
     def _pass(self, label: str, index: int) -> tuple[Callable[[], None], Inputs]:
         """A forward pass of a variant on the batch with this index, which sets `_kept`, and its inputs."""

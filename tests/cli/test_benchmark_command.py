@@ -458,7 +458,7 @@ def test_number_of_passes(made, text, monkeypatch):
     monkeypatch.setattr(comparison, "run_model", count)
     monkeypatch.setattr(timing, "LONG_SECONDS", 0.0)  # all passes are long
     methods = {name: make_config(name, **SMALL[name]) for name in ("kdeformer", "longformer")}
-    assert bench(made("bert"), methods, [40], data=text, rounds=3, rows=4)["data"]["rows"] == 4
+    assert bench(made("bert"), methods, [100], data=text, rounds=3, rows=4)["data"]["rows"] == 4
     # One pass for each text, and of exact attention one after each method.
     assert passes == {"sdpa": 4 + 2, "kdeformer": 4, "longformer": 4}
 
@@ -472,6 +472,14 @@ def test_rounds_are_compared_with_exact_attention_before_and_after(made, text, m
     exact, row = bench(made("bert"), WINDOW, [40], data=text, rounds=2, rows=1, memory=True)["measurements"]
     assert (exact["seconds"], row["seconds"]) == (2.0, 1.0)
     assert (row["speed_up_min"], row["speed_up"], row["speed_up_max"]) == (3.0, 4.0, 5.0)
+
+
+def test_a_method_within_its_budget_is_exactly_as_fast_as_exact_attention(made, text):
+    """It computes the same: what two clocks would say of it is noise."""
+    methods = {"within": make_config("nearfar"), "beyond": make_config("longformer", window_size=3)}
+    _, within, beyond = bench(made("bert"), methods, [64], data=text)["measurements"]
+    assert [within[f"speed_up{part}"] for part in ("", "_min", "_max")] == [1.0] * 3 and within["output_error"] == 0
+    assert beyond["speed_up"] != 1.0 and beyond["output_error"] > 0
 
 
 def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
