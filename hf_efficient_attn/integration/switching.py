@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.integration import learned, models, own_forward, positions, refusals
 from hf_efficient_attn.integration.cache import StateLayer
-from hf_efficient_attn.integration.configs import check_parts, method_of, settings_of
+from hf_efficient_attn.integration.configs import check_parts, method_of, parts_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.masks import refuse_packed_rows
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
@@ -40,14 +40,15 @@ def switch(
 
     This is one transaction: if anything fails, for example because a model cannot run what its configs ask for, all
     models and configs are restored. `roots` are outermost Transformers models, and `change_configs` changes their
-    configs; by default they stay as they are. `is_complete` is False for models that become parts of others, which have
-    the layers that `layers` names.
+    configs; by default they stay as they are. `is_complete` is False for models that get more parts, which may have the
+    layers that `layers` names.
     """
     before = models.Snapshot(roots)
+    names = {id(config): config._attn_implementation for root in roots for config in models.configs_of(root)}
     try:
         if change_configs is not None:
             change_configs()
-        checked = [(root, _checked(root, is_complete)) for root in roots]
+        checked = [(root, _checked(root, names, is_complete)) for root in roots]
         for root, modules in checked:
             _switch_modules(root, modules, is_complete)
     except BaseException:
@@ -55,8 +56,11 @@ def switch(
         raise
 
 
-def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionModule]:
-    """The attention modules of a model, after a check of what its configs ask for."""
+def _checked(root: PreTrainedModel, names: Mapping[int, str | None], is_complete: bool) -> list[models.AttentionModule]:
+    """The attention modules of a model, after a check of what its configs ask for.
+
+    `names` are the implementations that its configs named before, by the ids of the configs.
+    """
     parts = models.models_in(root)
     is_switched = any(method_of(part.config) for part in parts)
     if is_switched:
@@ -68,6 +72,11 @@ def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionM
         for part in parts if stored is not None else ():
             if part.config.efficient_attention is None and method_of(part.config) == stored["method"]:
                 part.config.efficient_attention = stored
+        for part in refusals.parts_to_keep_exact(root, modules):
+            before = names.get(id(part.config))
+            is_known = before is not None and before not in available_methods()
+            part.config._attn_implementation_internal = before if is_known else models.exact_name([part])
+            part.config.efficient_attention = None
         refusals.check(root, [found for found in modules if method_of(found.config)], is_complete)
     return modules
 
@@ -156,20 +165,26 @@ def _extended(original: Any, extension: Callable[..., Any]) -> Any:
 
 
 def _post_init(original: Any, self: PreTrainedModel) -> None:
-    """Switch a new model to what its config says. Every constructor ends with `post_init`."""
+    """Switch a new model to what its config says. Every constructor ends with `post_init`.
+
+    The model that a part belongs to switches the part, because only there do layers have the names that `layers` uses.
+    """
     original(self)
     if any(method_of(part.config) for part in models.models_in(self)):
-        switch([self], is_complete=not _is_part())
+        under_construction = _under_construction()
+        if all(model is self for model in under_construction):
+            # The constructor of a base class calls `post_init` before that of the derived class adds its parts.
+            switch([self], is_complete=len(under_construction) < 2)
 
 
-def _is_part() -> bool:
-    """Whether a model whose `post_init` is called becomes part of another one, or gets more parts itself.
+def _under_construction() -> list[PreTrainedModel]:
+    """The models whose constructors are running and call `post_init`, the innermost first.
 
-    Then the constructor of the other one, or that of a derived class, is a caller of its constructor. Only the callers
-    know: a part is made by the same calls as a model of its own.
+    A part is made by the same calls as a model of its own: only the constructors that are running tell them apart.
     """
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__")
-    return sum(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames) > 1
+    found = (frame.f_locals.get("self") for frame in frames if "post_init" in frame.f_code.co_names)
+    return [model for model in found if isinstance(model, PreTrainedModel)]
 
 
 def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
@@ -198,11 +213,14 @@ def _set_implementation(
             # The original skips these classes, with a warning.
             skipped = [x for x in parts if method_of(x.config) is not None and not x._can_set_attn_implementation()]
             for part in skipped:
-                is_eager = attn_implementation == EXACT and not part._supports_sdpa
-                name = part.get_correct_attn_implementation("eager" if is_eager else str(attn_implementation))
-                part.config._attn_implementation_internal = name
+                name = models.exact_name([part]) if attn_implementation == EXACT else str(attn_implementation)
+                part.config._attn_implementation_internal = part.get_correct_attn_implementation(name)
             if not parts or len(skipped) < len(parts):
                 original(self, attn_implementation, *args, **kwargs)
+            named = attn_implementation if isinstance(attn_implementation, dict) else {}
+            for key, config in {"": self.config, **parts_of(self.config)}.items():
+                if isinstance(named.get(key), str) and named[key] in available_methods():
+                    config._attn_implementation_internal = named[key]  # the check refuses what was skipped
 
     switch([self], change_configs)
 
@@ -213,6 +231,11 @@ def _correct_implementation(
     """Explain names that are refused: the original's message names only Transformers' own implementations."""
     name = str(requested_attention)
     if requested_attention in available_methods():
+        # A part that has the name from the model that it becomes part of is made exact, as a switch keeps it.
+        whole = next(iter(_under_construction()[::-1]), self)
+        is_inherited = whole is not self and method_of(getattr(whole, "config", self.config)) == name
+        if is_inherited and models.attention_table(type(self)) is not None:
+            return str(original(self, None, *args, **kwargs))
         refusals.refuse_unknown_implementation(type(self), name)
     try:
         return str(original(self, requested_attention, *args, **kwargs))
