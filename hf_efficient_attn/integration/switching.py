@@ -3,6 +3,7 @@
 The second part extends `PreTrainedModel`, `GenerationMixin` and `DynamicCache`; the docstring of the package lists how.
 """
 
+import copy
 import functools
 import inspect
 import sys
@@ -34,13 +35,18 @@ _PATCHED = {
 
 
 def switch(
-    roots: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
+    roots: Sequence[PreTrainedModel],
+    change_configs: Callable[[], Any] | None = None,
+    *,
+    holder: nn.Module | None = None,
+    is_complete: bool = True,
 ) -> None:
     """Change the configs of models, and give all their attention modules what the configs then ask for.
 
     This is one transaction: if anything fails, for example because a model cannot run what its configs ask for, all
     models and configs are restored. `roots` are outermost Transformers models, and `change_configs` changes their
-    configs; by default they stay as they are. `is_complete` is False for models that get more parts, which may have the
+    configs; by default they stay as they are. `holder` is the module that holds them, if there is one, such as a PEFT
+    model. `is_complete` is False for models that get more parts, which may have the
     layers that `layers` names.
     """
     before = models.Snapshot(roots)
@@ -50,7 +56,7 @@ def switch(
             change_configs()
         checked = [(root, _checked(root, names, is_complete)) for root in roots]
         for root, modules in checked:
-            _switch_modules(root, modules, is_complete)
+            _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
     except BaseException:
         before.restore()
         raise
@@ -97,7 +103,9 @@ def adopt(model: PreTrainedModel) -> None:
                 vars(module)["config"] = part.config
 
 
-def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
+def _switch_modules(
+    root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_adapted: bool, is_complete: bool
+) -> None:
     """Give the modules of a model what their method needs, and warn of attention that stays exact."""
     parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, models.ModuleLocation]]]()
     for found in modules:
@@ -110,7 +118,7 @@ def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionMod
         if reason is not None:
             exact.setdefault(reason, []).append((module, location))
         method = method if reason is None and models.uses_interface(type(module)) else None
-        learned.attach(found, method)
+        learned.attach(found, method, is_adapted)
         own_forward.attach(module, method)
         if name is not None:
             setattr(module, models.LOCATION, location)
@@ -119,6 +127,8 @@ def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionMod
         refusals.warn_of_exact_layers(reason, group)
     tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
+        for cls in type(part).__mro__:
+            _extend_generate(cls)
         models.hook_once(part, _refuse_call)
         setattr(part, positions.TABLES, found_tables)
         for module in part.modules():
@@ -147,6 +157,7 @@ def extend_classes() -> None:
         (PreTrainedModel, "set_attn_implementation", _set_implementation),
         (PreTrainedModel, "get_correct_attn_implementation", _correct_implementation),
         (PreTrainedModel, "_initialize_weights", _initialize_weights),
+        (PreTrainedModel, "_load_from_state_dict", _load_from_state_dict),
         (GenerationMixin, "init_continuous_batching", _init_continuous_batching),
         (DynamicCache, "__init__", _init_cache),
     ):
@@ -154,6 +165,28 @@ def extend_classes() -> None:
         is_of_class = isinstance(original, classmethod)
         extended = _extended(original.__func__ if is_of_class else original, extension)
         setattr(cls, name, classmethod(extended) if is_of_class else extended)
+
+
+@functools.cache
+def _extend_generate(cls: type) -> None:
+    """Extend the `generate` of a class if it writes an implementation into the config, as Whisper's does."""
+    original = vars(cls).get("generate")
+    code = getattr(inspect.unwrap(original), "__code__", None) if callable(original) else None
+    if code is not None and "_attn_implementation" in code.co_names:
+        setattr(cls, "generate", _extended(original, _generate))  # noqa: B010 (mypy knows no such attribute)
+
+
+def _generate(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Refuse timestamps of tokens, for which Whisper makes all attention exact and leaves it so."""
+    given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+    name = method_of(self.config)
+    if name is not None and given.get("return_token_timestamps"):
+        raise UnsupportedAttentionError(
+            f"return_token_timestamps=True: the timestamps are read from attention probabilities, which {name} never "
+            "computes, and Transformers would make the model exact for good: use return_timestamps=True, which gives "
+            "the timestamps of segments, or switch the model with hf_efficient_attn.convert(model, 'eager')"
+        )
+    return original(self, *args, **kwargs)
 
 
 def _extended(original: Any, extension: Callable[..., Any]) -> Any:
@@ -188,8 +221,16 @@ def _under_construction() -> list[PreTrainedModel]:
 
 
 def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """Leave the config of a refused model as it was: the original writes the implementation into it first."""
-    before = models.Snapshot([], models.with_parts([config]))
+    """Leave the config as it was if the model is refused, and if it may belong to another model that has a method.
+
+    The original writes the implementation into the config.
+    """
+    configs = models.with_parts([config])
+    named = kwargs.get("attn_implementation")
+    names = [*(named.values() if isinstance(named, dict) else [named]), *map(method_of, configs)]
+    if named is not None and any(name in available_methods() for name in names):
+        config = copy.deepcopy(config)
+    before = models.Snapshot([], configs)
     try:
         return cast("PreTrainedModel", original(cls, config, **kwargs))
     except BaseException:
@@ -254,6 +295,13 @@ def _initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module,
         vars(module)["_is_hf_initialized"] = True  # by which Transformers knows that nothing is left to do
     else:
         original(self, module, *args, **kwargs)
+
+
+def _load_from_state_dict(
+    original: Any, self: PreTrainedModel, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+) -> None:
+    learned.refuse_lost_parameters(self, state_dict, prefix)
+    original(self, state_dict, prefix, *args, **kwargs)
 
 
 def _init_continuous_batching(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
