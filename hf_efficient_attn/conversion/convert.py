@@ -58,7 +58,7 @@ def convert(
                     config._attn_implementation_internal = settings.method
                 config.efficient_attention = settings
 
-    switch(roots, change_configs)
+    switch(roots, change_configs, holder=model)
     return model
 
 

@@ -4,6 +4,7 @@ They are created when a model is built or converted. They are trained, saved and
 the name `<attention module>.learned_parameters.<name>`, and are removed when the model is switched to another method.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -93,15 +94,48 @@ def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict
     )
 
 
-def attach(found: AttentionModule, method: MethodConfig | None) -> None:
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters into a model or around it."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
+def refuse_lost_parameters(model: nn.Module, names: Iterable[str], prefix: str) -> None:
+    """Refuse an adapter whose learned parameters a model does not have: PEFT would leave them out in silence.
+
+    `names` are those of all tensors that are loaded, and `prefix` is that of the model.
+    """
+    names = [name for name in names if name.startswith(prefix) and f".{NAME}." in name]
+    if not names or not has_adapters(model):
+        return
+    modules = dict(model.named_modules())
+    for name in names:
+        path = name.removeprefix(prefix).partition(f".{NAME}.")[0]
+        learned = learned_of(modules[path]) if path in modules else None
+        if learned is None or name.rpartition(".")[2] not in learned.names:
+            found = "has none" if learned is None else f"has those of {learned.method}"
+            raise UnsupportedAttentionError(
+                f"the adapter has learned parameters of attention, and {type(model).__name__} {found} at {path}: "
+                "load the model again, convert it as it was when the adapter was made, with the same method and "
+                "hyperparameters (hf_efficient_attn.convert), and load the adapter then"
+            )
+
+
+def attach(found: AttentionModule, method: MethodConfig | None, is_adapted: bool = False) -> None:
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
-    A module whose sizes cannot be determined, or whose parameters are offloaded, is refused.
+    A module whose sizes cannot be determined, or whose parameters are offloaded, is refused, and so is one of a model
+    with adapters (`is_adapted`), which would not save the parameters.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:
         delattr(found.module, NAME)
     elif method is not None and needs and (current is None or current.method != method):
+        if is_adapted:
+            raise UnsupportedAttentionError(
+                f"{method.method} learns parameters, and the model has PEFT adapters, which do not save parameters "
+                "that are added later: convert the model first, and call get_peft_model then, with "
+                f"modules_to_save=[{NAME!r}] in the config of the adapter, so that it trains and saves them"
+            )
         beside = next(found.module.parameters(), torch.empty(0))
         if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
             raise UnsupportedAttentionError(

@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -141,6 +141,19 @@ def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
     for config in found:
         found += parts_of(config).values()
     return list({id(config): config for config in found}.values())
+
+
+def parts_with_parents(model: PreTrainedModel) -> list[tuple[PreTrainedModel, PreTrainedModel]]:
+    """The parts of a model that have a config of their own, outermost first, each with the model that holds it."""
+    parents: dict[PreTrainedModel, PreTrainedModel] = {}
+    for parent in models_in(model):  # the innermost last, which replaces the others
+        parents |= dict.fromkeys(models_in(parent)[1:], parent)
+    return [(part, parent) for part, parent in parents.items() if part.config is not parent.config]
+
+
+def exact_name(parts: Iterable[PreTrainedModel]) -> str:
+    """The `attn_implementation` of exact attention that some models support."""
+    return EXACT if all(part._supports_sdpa for part in parts) else "eager"
 
 
 def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:

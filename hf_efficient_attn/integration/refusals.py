@@ -43,18 +43,15 @@ _INPUTS = (
 def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:
     """Refuse what a model cannot run of what its configs ask for, `chosen` being the modules to which they apply.
 
-    A model that becomes part of another one (`is_complete` is False) may lack layers that `layers` names, or all
-    attention. The other one is checked later.
+    A model that gets more parts (`is_complete` is False) may lack layers that `layers` names, or all attention. It is
+    checked again when it has them.
     """
     kind, through = type(model).__name__, [found for found in chosen if models.uses_interface(type(found.module))]
     named = {part: name for part in models.models_in(model) if (name := method_of(part.config))}
     for part, name in named.items():
         refuse_unknown_implementation(type(part), name)
     if not through and (chosen or is_complete):
-        raise UnsupportedAttentionError(
-            f"{kind} does not compute its attention through Transformers' attention interface, so that "
-            f"attn_implementation={next(iter(named.values()))!r} would have no effect: load it without that argument"
-        )
+        raise UnsupportedAttentionError(_no_interface(model, next(iter(named.values()))))
     for what, module, path in _needs_of_a_matrix(model, through):
         raise UnsupportedAttentionError(
             f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
@@ -67,9 +64,43 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
             _check_form(kind, found, found.chosen)
 
 
+def parts_to_keep_exact(model: PreTrainedModel, modules: Sequence[models.AttentionModule]) -> list[PreTrainedModel]:
+    """The parts that name a method only because the model that holds them does, and that no method can run.
+
+    They are no reason to refuse the other parts. Their own code would not read the masks that are made for a method: a
+    decoder would attend to later tokens. A part that names another method than the model that holds it was chosen
+    itself, and is refused if it cannot run it.
+    """
+    kept = []
+    for part, parent in models.parts_with_parents(model):
+        name, inside = method_of(part.config), set(models.models_in(part))
+        own = [found for found in modules if found.config is part.config]
+        through = [found for found in own if models.uses_interface(type(found.module))]
+        chosen = [found for found in own if found.chosen is not None]
+        if name is not None and name != method_of(parent.config):
+            if not any(models.uses_interface(type(x.module)) for x in modules if x.owner in inside):
+                raise UnsupportedAttentionError(_no_interface(part, name))
+        elif name is not None and own and not through:
+            kept.append(part)
+            kind = type(part).__name__
+            reason = f"{kind} does not compute its attention through Transformers' attention interface and stays exact:"
+            warn_of_exact_layers(reason, [(found.module, found.location) for found in chosen])
+        elif name is not None and own and not chosen and any(_needs_of_a_matrix(model, through)):
+            kept.append(part)
+    return kept
+
+
+def _no_interface(model: PreTrainedModel, name: str) -> str:
+    """Why a model that computes its attention itself is refused."""
+    return (
+        f"{type(model).__name__} does not compute its attention through Transformers' attention interface, so that "
+        f"attn_implementation={name!r} would have no effect: load it without that argument"
+    )
+
+
 def _exact_for(chosen: Iterable[models.AttentionModule]) -> str:
     """How to choose exact attention in the model of some modules."""
-    return f"attn_implementation={EXACT if all(found.owner._supports_sdpa for found in chosen) else 'eager'!r}"
+    return f"attn_implementation={models.exact_name(found.owner for found in chosen)!r}"
 
 
 def refuse_unknown_implementation(kind: type[PreTrainedModel], name: str) -> None:

@@ -3,11 +3,12 @@
 The second part extends `PreTrainedModel`, `GenerationMixin` and `DynamicCache`; the docstring of the package lists how.
 """
 
+import copy
 import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.integration import learned, models, own_forward, positions, refusals
 from hf_efficient_attn.integration.cache import StateLayer
-from hf_efficient_attn.integration.configs import check_parts, method_of, settings_of
+from hf_efficient_attn.integration.configs import check_parts, method_of, parts_of, settings_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.masks import refuse_packed_rows
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
@@ -34,29 +35,38 @@ _PATCHED = {
 
 
 def switch(
-    roots: Sequence[PreTrainedModel], change_configs: Callable[[], Any] | None = None, *, is_complete: bool = True
+    roots: Sequence[PreTrainedModel],
+    change_configs: Callable[[], Any] | None = None,
+    *,
+    holder: nn.Module | None = None,
+    is_complete: bool = True,
 ) -> None:
     """Change the configs of models, and give all their attention modules what the configs then ask for.
 
     This is one transaction: if anything fails, for example because a model cannot run what its configs ask for, all
     models and configs are restored. `roots` are outermost Transformers models, and `change_configs` changes their
-    configs; by default they stay as they are. `is_complete` is False for models that become parts of others, which have
-    the layers that `layers` names.
+    configs; by default they stay as they are. `holder` is the module that holds them, if there is one, such as a PEFT
+    model. `is_complete` is False for models that get more parts, which may have the
+    layers that `layers` names.
     """
     before = models.Snapshot(roots)
+    names = {id(config): config._attn_implementation for root in roots for config in models.configs_of(root)}
     try:
         if change_configs is not None:
             change_configs()
-        checked = [(root, _checked(root, is_complete)) for root in roots]
+        checked = [(root, _checked(root, names, is_complete)) for root in roots]
         for root, modules in checked:
-            _switch_modules(root, modules, is_complete)
+            _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
     except BaseException:
         before.restore()
         raise
 
 
-def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionModule]:
-    """The attention modules of a model, after a check of what its configs ask for."""
+def _checked(root: PreTrainedModel, names: Mapping[int, str | None], is_complete: bool) -> list[models.AttentionModule]:
+    """The attention modules of a model, after a check of what its configs ask for.
+
+    `names` are the implementations that its configs named before, by the ids of the configs.
+    """
     parts = models.models_in(root)
     is_switched = any(method_of(part.config) for part in parts)
     if is_switched:
@@ -68,6 +78,11 @@ def _checked(root: PreTrainedModel, is_complete: bool) -> list[models.AttentionM
         for part in parts if stored is not None else ():
             if part.config.efficient_attention is None and method_of(part.config) == stored["method"]:
                 part.config.efficient_attention = stored
+        for part in refusals.parts_to_keep_exact(root, modules):
+            before = names.get(id(part.config))
+            is_known = before is not None and before not in available_methods()
+            part.config._attn_implementation_internal = before if is_known else models.exact_name([part])
+            part.config.efficient_attention = None
         refusals.check(root, [found for found in modules if method_of(found.config)], is_complete)
     return modules
 
@@ -88,7 +103,9 @@ def adopt(model: PreTrainedModel) -> None:
                 vars(module)["config"] = part.config
 
 
-def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_complete: bool) -> None:
+def _switch_modules(
+    root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_adapted: bool, is_complete: bool
+) -> None:
     """Give the modules of a model what their method needs, and warn of attention that stays exact."""
     parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, models.ModuleLocation]]]()
     for found in modules:
@@ -101,7 +118,7 @@ def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionMod
         if reason is not None:
             exact.setdefault(reason, []).append((module, location))
         method = method if reason is None and models.uses_interface(type(module)) else None
-        learned.attach(found, method)
+        learned.attach(found, method, is_adapted)
         own_forward.attach(module, method)
         if name is not None:
             setattr(module, models.LOCATION, location)
@@ -110,6 +127,8 @@ def _switch_modules(root: PreTrainedModel, modules: Sequence[models.AttentionMod
         refusals.warn_of_exact_layers(reason, group)
     tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
+        for cls in type(part).__mro__:
+            _extend_generate(cls)
         models.hook_once(part, _refuse_call)
         setattr(part, positions.TABLES, found_tables)
         for module in part.modules():
@@ -138,6 +157,7 @@ def extend_classes() -> None:
         (PreTrainedModel, "set_attn_implementation", _set_implementation),
         (PreTrainedModel, "get_correct_attn_implementation", _correct_implementation),
         (PreTrainedModel, "_initialize_weights", _initialize_weights),
+        (PreTrainedModel, "_load_from_state_dict", _load_from_state_dict),
         (GenerationMixin, "init_continuous_batching", _init_continuous_batching),
         (DynamicCache, "__init__", _init_cache),
     ):
@@ -145,6 +165,28 @@ def extend_classes() -> None:
         is_of_class = isinstance(original, classmethod)
         extended = _extended(original.__func__ if is_of_class else original, extension)
         setattr(cls, name, classmethod(extended) if is_of_class else extended)
+
+
+@functools.cache
+def _extend_generate(cls: type) -> None:
+    """Extend the `generate` of a class if it writes an implementation into the config, as Whisper's does."""
+    original = vars(cls).get("generate")
+    code = getattr(inspect.unwrap(original), "__code__", None) if callable(original) else None
+    if code is not None and "_attn_implementation" in code.co_names:
+        setattr(cls, "generate", _extended(original, _generate))  # noqa: B010 (mypy knows no such attribute)
+
+
+def _generate(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Refuse timestamps of tokens, for which Whisper makes all attention exact and leaves it so."""
+    given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
+    name = method_of(self.config)
+    if name is not None and given.get("return_token_timestamps"):
+        raise UnsupportedAttentionError(
+            f"return_token_timestamps=True: the timestamps are read from attention probabilities, which {name} never "
+            "computes, and Transformers would make the model exact for good: use return_timestamps=True, which gives "
+            "the timestamps of segments, or switch the model with hf_efficient_attn.convert(model, 'eager')"
+        )
+    return original(self, *args, **kwargs)
 
 
 def _extended(original: Any, extension: Callable[..., Any]) -> Any:
@@ -156,25 +198,39 @@ def _extended(original: Any, extension: Callable[..., Any]) -> Any:
 
 
 def _post_init(original: Any, self: PreTrainedModel) -> None:
-    """Switch a new model to what its config says. Every constructor ends with `post_init`."""
+    """Switch a new model to what its config says. Every constructor ends with `post_init`.
+
+    The model that a part belongs to switches the part, because only there do layers have the names that `layers` uses.
+    """
     original(self)
     if any(method_of(part.config) for part in models.models_in(self)):
-        switch([self], is_complete=not _is_part())
+        under_construction = _under_construction()
+        if all(model is self for model in under_construction):
+            # The constructor of a base class calls `post_init` before that of the derived class adds its parts.
+            switch([self], is_complete=len(under_construction) < 2)
 
 
-def _is_part() -> bool:
-    """Whether a model whose `post_init` is called becomes part of another one, or gets more parts itself.
+def _under_construction() -> list[PreTrainedModel]:
+    """The models whose constructors are running and call `post_init`, the innermost first.
 
-    Then the constructor of the other one, or that of a derived class, is a caller of its constructor. Only the callers
-    know: a part is made by the same calls as a model of its own.
+    A part is made by the same calls as a model of its own: only the constructors that are running tell them apart.
     """
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "__init__")
-    return sum(isinstance(frame.f_locals.get("self"), PreTrainedModel) for frame in frames) > 1
+    found = (frame.f_locals.get("self") for frame in frames if "post_init" in frame.f_code.co_names)
+    return [model for model in found if isinstance(model, PreTrainedModel)]
 
 
 def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel:
-    """Leave the config of a refused model as it was: the original writes the implementation into it first."""
-    before = models.Snapshot([], models.with_parts([config]))
+    """Leave the config as it was if the model is refused, and if it may belong to another model that has a method.
+
+    The original writes the implementation into the config.
+    """
+    configs = models.with_parts([config])
+    named = kwargs.get("attn_implementation")
+    names = [*(named.values() if isinstance(named, dict) else [named]), *map(method_of, configs)]
+    if named is not None and any(name in available_methods() for name in names):
+        config = copy.deepcopy(config)
+    before = models.Snapshot([], configs)
     try:
         return cast("PreTrainedModel", original(cls, config, **kwargs))
     except BaseException:
@@ -198,11 +254,14 @@ def _set_implementation(
             # The original skips these classes, with a warning.
             skipped = [x for x in parts if method_of(x.config) is not None and not x._can_set_attn_implementation()]
             for part in skipped:
-                is_eager = attn_implementation == EXACT and not part._supports_sdpa
-                name = part.get_correct_attn_implementation("eager" if is_eager else str(attn_implementation))
-                part.config._attn_implementation_internal = name
+                name = models.exact_name([part]) if attn_implementation == EXACT else str(attn_implementation)
+                part.config._attn_implementation_internal = part.get_correct_attn_implementation(name)
             if not parts or len(skipped) < len(parts):
                 original(self, attn_implementation, *args, **kwargs)
+            named = attn_implementation if isinstance(attn_implementation, dict) else {}
+            for key, config in {"": self.config, **parts_of(self.config)}.items():
+                if isinstance(named.get(key), str) and named[key] in available_methods():
+                    config._attn_implementation_internal = named[key]  # the check refuses what was skipped
 
     switch([self], change_configs)
 
@@ -213,6 +272,11 @@ def _correct_implementation(
     """Explain names that are refused: the original's message names only Transformers' own implementations."""
     name = str(requested_attention)
     if requested_attention in available_methods():
+        # A part that has the name from the model that it becomes part of is made exact, as a switch keeps it.
+        whole = next(iter(_under_construction()[::-1]), self)
+        is_inherited = whole is not self and method_of(getattr(whole, "config", self.config)) == name
+        if is_inherited and models.attention_table(type(self)) is not None:
+            return str(original(self, None, *args, **kwargs))
         refusals.refuse_unknown_implementation(type(self), name)
     try:
         return str(original(self, requested_attention, *args, **kwargs))
@@ -231,6 +295,13 @@ def _initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module,
         vars(module)["_is_hf_initialized"] = True  # by which Transformers knows that nothing is left to do
     else:
         original(self, module, *args, **kwargs)
+
+
+def _load_from_state_dict(
+    original: Any, self: PreTrainedModel, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+) -> None:
+    learned.refuse_lost_parameters(self, state_dict, prefix)
+    original(self, state_dict, prefix, *args, **kwargs)
 
 
 def _init_continuous_batching(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -32,7 +32,7 @@ from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
-from hf_efficient_attn.methods import MethodConfig, get_method
+from hf_efficient_attn.methods import MethodConfig, get_method, learns
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
@@ -68,12 +68,16 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
 
     What the model cannot take, or its wrappers cannot follow, is refused.
     """
-    layouts, is_peft = stage_layouts(model, stages), hasattr(unwrap(model), "peft_config")
+    methods = [entry.config for stage in stages if stage.settings is not None for entry in stage.settings.entries]
+    is_peft = hasattr(unwrap(model), "peft_config")
+    # A model with adapters refuses parameters, so that a stage which learns some cannot be tried on it.
+    layouts = None if is_peft and any(map(learns, methods)) else stage_layouts(model, stages)
     kinds = {type(module).__name__ for module in model.modules()}
     is_fixed |= any(hasattr(module, "_get_fsdp_state") for module in model.modules())
     is_fixed |= is_peft or bool(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"})
-    kept = {} if is_peft else layouts[0]
-    if is_fixed and any(stage.distill or layout != kept for stage, layout in zip(stages, layouts, strict=True)):
+    if layouts is None or (
+        is_fixed and any(x.distill or y != layouts[0] for x, y in zip(stages, layouts, strict=True))
+    ):
         raise UnsupportedAttentionError(
             f"the stages {', '.join(stage.attention for stage in stages)} do not learn the same parameters, or one is "
             "distilled, but FSDP, DeepSpeed and DataParallel keep the parameters that exist at the start, and PEFT "

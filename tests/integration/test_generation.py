@@ -300,3 +300,24 @@ def test_ways(family, case):
         return
     assert said == "refused"
     refuses(f"^{SENTENCES[way]}", run, model, kind)
+
+
+def test_timestamps_of_tokens_leave_the_model_converted(tmp_path):
+    """For these Whisper's `generate` writes "eager" into the config."""
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+             "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}  # fmt: skip
+    tokens = {"vocab_size": 100, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4}
+    positions = {"max_source_positions": 100, "max_target_positions": 64}
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **tokens, **positions))
+    values = {"alignment_heads": [[1, 0]], "no_timestamps_token_id": 90, "is_multilingual": False, "max_new_tokens": 6}
+    for name, value in values.items():
+        setattr(model.generation_config, name, value)
+    sound, mask = torch.randn(1, 8, 200), torch.ones(1, 200, dtype=torch.long)
+    hea.convert(model.eval(), "nystromformer", layers=["encoder"], **SMALL["nystromformer"])
+    ids = model.generate(sound)
+    refuses("^return_token_timestamps=True", model.generate, sound, return_token_timestamps=True, attention_mask=mask)
+    assert torch.equal(model.generate(sound), ids)
+    model.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config._attn_implementation == "nystromformer"
+    timed = hea.convert(model, "eager").generate(sound, return_token_timestamps=True, attention_mask=mask)
+    assert "token_timestamps" in timed

@@ -137,6 +137,32 @@ def test_a_config_that_was_changed_without_the_model(method):
     output(hea.convert(model, {"method": method, **LEARNING[method], "seed": 5}), inputs)
 
 
+def test_adapters_have_the_parameters_that_are_trained(tmp_path):
+    """Parameters that are attached after PEFT's adapter would be trained and not saved."""
+    peft = pytest.importorskip("peft")
+    inputs, choice = tiny_batch("bert"), {"method_or_config": "linear", "feature_map": "hedgehog"}
+    lora = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["learned_parameters"])
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="FEATURE_EXTRACTION")
+    for adapter in (lora, prompt):
+        model = peft.get_peft_model(tiny_model("bert"), adapter)
+        refuses("^linear learns parameters, and the model has PEFT adapters", hea.convert, model, **choice)
+        assert model.config._attn_implementation == "sdpa" and not learned_in(model)
+        hea.convert(model, "linear")  # learns nothing
+    model = peft.get_peft_model(hea.convert(tiny_model("bert"), **choice), lora)
+    refuses("^linear learns parameters", hea.convert, model, "linear", feature_map="t2r")
+    refuses("^linformer learns parameters", model.set_attn_implementation, "linformer")
+    shake(model)
+    hea.convert(model, **choice)  # has them already
+    ours = output(model.eval(), inputs)
+    model.save_pretrained(tmp_path)
+    load = peft.PeftModel.from_pretrained
+    assert torch.equal(output(load(hea.convert(tiny_model("bert"), **choice), tmp_path).eval(), inputs), ours)
+    refuses(
+        "^the adapter has learned parameters of attention, and BertModel has none", load, tiny_model("bert"), tmp_path
+    )
+    hea.convert(model.unload(), "linformer")
+
+
 def test_models_that_cannot_be_given_parameters():
     """While the parameters are elsewhere, or in the middle of a graph."""
     accelerate, inputs = pytest.importorskip("accelerate"), tiny_batch("bert")

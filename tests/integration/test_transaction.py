@@ -251,6 +251,16 @@ def test_loading_leaves_the_callers_config_alone(tmp_path):
         assert before == [(vars(part), part.to_dict()) for part in parts]
 
 
+@pytest.mark.parametrize(("first", "second"), [("kdeformer", "sdpa"), ("sdpa", "kdeformer"), ("kdeformer", "linear")])
+def test_a_model_made_from_the_config_of_another_leaves_it_alone(first, second):
+    model, inputs = hea.convert(tiny_model("bert"), first), tiny_batch("bert")
+    before = output(model, inputs)
+    for make in (transformers.AutoModel.from_config, transformers.BertModel._from_config):
+        other = make(model.config, attn_implementation=second)
+        assert (model.config._attn_implementation, other.config._attn_implementation) == (first, second)
+    assert torch.equal(output(model, inputs), before)
+
+
 def test_loading_fails_at_every_call(tmp_path):
     model_of("bert", "separate").save_pretrained(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
