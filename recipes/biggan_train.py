@@ -39,6 +39,7 @@ from hf_efficient_attn.cli import main_of
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.io.writing import check_takes_files
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from recipes.common import gan
 from recipes.common.commands import Data, Seed, Threads, data_folder, new_app, option, write
@@ -276,6 +277,7 @@ def features(
     """Train the classifier whose features FID is measured with."""
     if output.is_file():
         raise UnsupportedAttentionError(f"--output {output} is a file: give a folder")
+    check_takes_files(output, f"--output {output}")
     training, test = (gan.load_digits(data_folder(data), split) for split in ("train", "t10k"))
     torch.manual_seed(seed)
     model = make_classifier(int(training[1].max()) + 1)

@@ -34,7 +34,7 @@ from hf_efficient_attn.cli import parse_methods
 from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.evaluation.data import allow_length
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import replacing
+from hf_efficient_attn.io.writing import check_writable, replacing
 from recipes.common.arguments import main_of
 
 
@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.max_tokens < 1:
         raise ValueError(f"--max_tokens {options.max_tokens}: give 1 or more")
+    path = pathlib.Path(options.output)
+    check_writable(path)
     ((_, config),) = parse_methods([options.attention], options.set).items()
     state = accelerate.PartialState(cpu=not torch.accelerator.is_available())
     rank, processes = state.process_index, state.num_processes
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
             "tokens_of_first_process": last - first, "attention": config.to_dict(), "positions": note,
             "seconds": seconds, "embedding": embedding.tolist(),
         }  # fmt: skip
-        with replacing(pathlib.Path(options.output)) as draft:
+        with replacing(path) as draft:
             write_json(draft, found)
         print(f"{count:,} tokens in {processes} processes: {seconds:.1f} s, {options.output}")
 

@@ -23,6 +23,7 @@ import yaml
 
 from hf_efficient_attn.cli import main_of, split_list
 from hf_efficient_attn.cli.demo import minilm_folder
+from hf_efficient_attn.io.writing import check_takes_files
 from recipes.common.commands import check_known, existing, new_app, option
 from recipes.common.memory import ROOT
 
@@ -74,6 +75,7 @@ def main(
     chosen = split_list(only) or list(CARDS)
     check_known("--only", chosen, CARDS)
     target.mkdir(parents=True, exist_ok=True)
+    check_takes_files(target, f"--target {target}")
     for name in chosen:
         plan = publish(name, data, work, target)
         size = sum(entry["bytes"] for entry in plan["files"])

@@ -30,6 +30,7 @@ import promises
 from attack_cases import PROMISES, attack
 from broken_methods import broken
 from hf_efficient_attn import cli
+from hf_efficient_attn.integration.cache import cache_argument
 from instances import Instance, unregister
 from tiny_models import tiny_class, tiny_config, tiny_model
 
@@ -212,8 +213,10 @@ def run(block: Block, page: str, namespace: dict) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if block.language == "python":
+            # Pages have the name that the newest Transformers takes.
+            text = block.text.replace("cache=cache", f"{cache_argument()}=cache")
             # Compiled with its place in the page, so that a failure names the line.
-            exec(compile("\n" * (block.line - 1) + block.text, f"{page}.md", "exec"), namespace)
+            exec(compile("\n" * (block.line - 1) + text, f"{page}.md", "exec"), namespace)
         elif block.language == "bash":
             for command in commands_of(block):
                 run_command(command, page)

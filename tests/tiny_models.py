@@ -6,6 +6,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from hf_efficient_attn.integration.cache import cache_argument
 from instances import FIRST, INSTANCES
 
 # Hyperparameters so small that 70 tokens are more than the exact budget.
@@ -106,6 +107,6 @@ def decode(model, ids: torch.Tensor, cuts, cache=None, mask=None, *, grad: bool 
     for end in (*(cut for cut in cuts if start < cut < ids.shape[1]), ids.shape[1]):
         call = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end], "use_cache": True}
         with torch.set_grad_enabled(grad):
-            outs.append(model(ids[:, start:end], past_key_values=cache, **call).logits)
+            outs.append(model(ids[:, start:end], **{cache_argument(): cache}, **call).logits)
         start = end
     return torch.cat(outs, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, clean, refusing, shown
 from hf_efficient_attn.io.json import read_json_object
-from hf_efficient_attn.io.writing import naming_errors
+from hf_efficient_attn.io.writing import check_takes_files, naming_errors
 
 
 def short_name(path: pathlib.Path, inside: pathlib.Path) -> str:
@@ -80,11 +80,13 @@ class Output:
             "is a symbolic link: give the folder it leads to": is_link,
             "is a file: give the name of a new folder": exists and not is_folder,
             f"holds {inside[0] if inside else ''}, which is never replaced": bool(inside),
+            "is where a disk is mounted, and cannot be replaced as a whole: give a folder in it": path.is_mount(),
             "exists already; --force (force=True) replaces it": is_folder and not force and any(path.iterdir()),
         }
         for problem, applies in problems.items():
             if applies:
                 raise UnsupportedAttentionError(f"{what} {problem}")
+        check_takes_files(anchor, what)
         self._present = _contents(path)
 
     @contextlib.contextmanager

@@ -73,7 +73,7 @@ def benchmark(
     """Measure time, memory and error of methods in a model, and the length from which on they pay off."""
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.pictures import draw_benchmark
-    from hf_efficient_attn.hub.card import Facts, write_card
+    from hf_efficient_attn.hub.card import Facts, make_card, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     chosen = common.parse_methods(methods, setting)
@@ -82,6 +82,8 @@ def benchmark(
     output = Facts(source).folder if card else output
     if output is not None:
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
+        if card:
+            make_card(output)  # refuses a README.md that cannot be kept before the work
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
     place, kind = common.parse_device(device), common.parse_dtype(dtype)

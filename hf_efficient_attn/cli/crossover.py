@@ -32,6 +32,7 @@ def crossover(
     """
     from hf_efficient_attn.evaluation import crossover as measured
     from hf_efficient_attn.evaluation.timing import use_threads
+    from hf_efficient_attn.io.writing import check_writable
     from hf_efficient_attn.methods import crossover as lengths
     from hf_efficient_attn.methods import make_config, method_info
 
@@ -43,7 +44,8 @@ def crossover(
         found = None if renew else measured.measured_table(method, where)
         is_new = found is None
         if found is None:
-            path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(path)  # before the work
             found = measured.measure_crossover(method, where)
             measured.store_crossover(method, where, found)
     if as_json:

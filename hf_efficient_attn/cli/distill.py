@@ -65,7 +65,8 @@ def distill(
     model card gets both, and distillation.json and distillation.png are written beside it.
 
     Ctrl-C, or the end of --minutes, ends the training after the present step and saves its state in OUTPUT.partial.
-    The same command continues from there. The exit status is 130, because OUTPUT is not written yet.
+    The same command continues from there. The exit status is 130, because OUTPUT is not written yet. The state stays
+    there at the end, so that the command with more --steps and --force continues a finished training.
     """
     from hf_efficient_attn.evaluation.progress import Execution
     from hf_efficient_attn.integration.layers import parse_layers
@@ -150,6 +151,10 @@ class Rows:
             loss = f"{_number(outputs['before'])} before and is {_number(outputs['after'])} now"
             typer.echo(f"\nFine-tuning: the loss on held-out inputs was {loss}.")
         typer.echo("\n" + "\n".join(describe_conversion(done)))
+        if result["complete"] and done["state"] is not None:
+            typer.echo(
+                f"\nMore --steps and --force continue this training. If you do not need that, delete {done['state']}."
+            )
 
 
 def _number(value: float | None) -> str | None:

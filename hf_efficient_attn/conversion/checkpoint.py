@@ -169,6 +169,8 @@ class Conversion:
             convert(model, chosen or method)
         if self._kernel is not None:
             kernel_implementation(model, self._kernel)  # refuse it before the work
+        if self._has_code:
+            remote_code(model.config)
 
     def write(self, *, add_files: Callable[[pathlib.Path], object] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.

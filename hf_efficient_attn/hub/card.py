@@ -183,12 +183,17 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
         UnsupportedAttentionError: The folder does not contain a converted checkpoint, or one of the files is damaged.
             Nothing has been written.
     """
-    facts = Facts(folder, may_be_exact=True)
-    path = facts.folder / NAME
-    text = update_card(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "", facts, name)
+    text, path = make_card(folder, name), pathlib.Path(folder) / NAME
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="\n")
     return path
+
+
+def make_card(folder: "str | pathlib.Path", name: str | None = None) -> str:
+    """The text that `write_card` writes, which has its arguments and refusals."""
+    facts = Facts(folder, may_be_exact=True)
+    path = facts.folder / NAME
+    return update_card(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "", facts, name)
 
 
 def update_card(text: str, facts: Facts, name: str | None = None) -> str:

@@ -9,6 +9,8 @@ method has a recurrence (`extensions`). Any other cache (`DynamicCache()` withou
 and values.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -26,6 +28,15 @@ _CROPS_TO_LENGTH = not hasattr(CacheLayerMixin, "get_max_length")
 # The attribute of keys that refers to the layer that returned them. No output depends on it: keys that lose it are
 # computed with as any others, and `NewKeys` without it are refused.
 LAYER = "_state_layer"
+
+
+@functools.cache
+def cache_argument() -> str:
+    """What models and `generate` call a cache: "cache", and before Transformers 5.24 "past_key_values"."""
+    from transformers.generation import GenerationMixin  # which a model without `generate` does not need
+
+    known = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 class NewKeys(Tensor):
@@ -162,7 +173,7 @@ class MethodLayer(DynamicLayer):
         raise UnsupportedAttentionError(
             f"{self.method.method}: tokens cannot be taken back (assistant_model, prompt_lookup_num_tokens, crop), "
             f"because {self._holds} cannot forget tokens: leave these arguments out, or give a cache that keeps all "
-            "keys, past_key_values=DynamicCache()"
+            f"keys, {cache_argument()}=DynamicCache()"
         )
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:

@@ -7,7 +7,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings, implementation_entry
 from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
@@ -21,6 +21,12 @@ def method_of(config: PreTrainedConfig) -> str | None:
     """The method that a config names as its attention implementation; None if it names another implementation."""
     name = getattr(config, "_attn_implementation", None)
     return name if name in available_methods() else None
+
+
+def saved_name(config: object) -> str | None:
+    """The name that config.json keeps: a method, or its function in a kernel repository (ORG/NAME:METHOD); or None."""
+    name = str(getattr(config, "_attn_implementation", None))
+    return name if name.rpartition(":")[2] in available_methods() else None
 
 
 def settings_of(config: object, name: str) -> EfficientAttentionConfig:
@@ -89,16 +95,6 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
         )
 
 
-def implementation_entry(config: PreTrainedConfig) -> str | dict[str, Any] | None:
-    """The `attn_implementation` to save: a name, None, or a dictionary for a composite model whose parts differ."""
-    own = method_of(config)
-    parts = {key: implementation_entry(part) for key, part in parts_of(config).items()}
-    if all(entry == own for entry in parts.values()):
-        return own
-    entries = {key: entry for key, entry in parts.items() if entry is not None}
-    return entries if own is None else {"": own, **entries}
-
-
 def check_parts(config: PreTrainedConfig, implementation: object) -> None:
     """Refuse parts that a composite model does not have in an `attn_implementation`. Transformers ignores them."""
     # Trainer reads the config.json of a checkpoint as a plain config, which does not know the parts of its model.
@@ -130,14 +126,14 @@ def extend_configs() -> None:
             # Its own dictionary names the method as well. LightGlue's config names the implementation a second time.
             if isinstance(part, dict) and _ATTRIBUTE in part:
                 part.pop("attn_implementation", None)
-        entry, name = implementation_entry(self), method_of(self)
+        entry, name = implementation_entry(self, saved_name), saved_name(self)
         if type(self).base_config_key and not type(self).model_type:
             # A group of values that is no config of a model. Some such classes refuse keys that they do not know.
             return output
         if entry is not None:
             output["attn_implementation"] = entry
         if name is not None:
-            output[_ATTRIBUTE] = settings_of(self, name).to_dict()
+            output[_ATTRIBUTE] = settings_of(self, name.rpartition(":")[2]).to_dict()
         return output
 
     setattr(PreTrainedConfig, to_dict.__name__, to_dict_with_method)

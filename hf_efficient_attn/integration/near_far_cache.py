@@ -170,7 +170,7 @@ class NearFarCache(Cache):
     Use it with a model whose method attends to all cached keys exactly, such as "nearfar" and "auto"::
 
         cache = hea.NearFarCache(model.config, columns=256)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)  # past_key_values=cache before Transformers 5.24
 
     Up to `columns` tokens decoding is exact. Beyond that, memory and time per token do not grow: at most `columns` keys
     and landmarks are kept, of which five eighths are landmarks, and the newest eighth of the keys at least. A landmark

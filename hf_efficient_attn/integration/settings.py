@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,3 +206,17 @@ def _mix_entry(entry: Any, method: str | None) -> Entry:
     if any(isinstance(layer, Mapping) for layer in _as_list(entry["layers"]) or ()):
         raise UnsupportedAttentionError("an entry of 'layers' contains indices, not entries again")
     return EfficientAttentionConfig.from_dict(entry, method).entries[0]
+
+
+def implementation_entry(config: Any, name_of: Callable[[Any], str | None]) -> str | dict[str, Any] | None:
+    """The `attn_implementation` to save: a name, None, or a dictionary for a composite model whose parts differ.
+
+    `name_of` returns the name to save of a model's config alone, or None.
+    """
+    own = name_of(config)
+    found = {key: getattr(config, key, None) for key in config.sub_configs}
+    parts = {key: implementation_entry(part, name_of) for key, part in found.items() if hasattr(part, "sub_configs")}
+    if all(entry == own for entry in parts.values()):
+        return own
+    entries = {key: entry for key, entry in parts.items() if entry is not None}
+    return entries if own is None else {"": own, **entries}

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,23 @@ def check_writable(path: pathlib.Path) -> None:
         raise UnsupportedAttentionError(f"cannot write {str(path)!r}: it is a folder")
     if not path.parent.is_dir():
         raise UnsupportedAttentionError(f"cannot write {str(path)!r}: its folder must exist")
+    check_takes_files(path.parent, repr(str(path)))
+
+
+def check_takes_files(folder: pathlib.Path, what: str) -> None:
+    """Refuse a folder in which no file can be made, by making one; `what` would be written there.
+
+    Of a folder that does not exist yet, the first of its parents that exists is tried.
+    """
+    absolute = folder.absolute()
+    anchor = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=anchor):  # permissions alone do not tell: a whole disk can be read-only
+            pass
+    except OSError as error:
+        raise UnsupportedAttentionError(
+            f"cannot write {what}: no file can be made in {anchor} ({error.strerror or error}): give another folder"
+        ) from error
 
 
 def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> None:
@@ -47,10 +65,13 @@ def check_folder(folder: pathlib.Path, names: Sequence[str], *, force: bool) -> 
     for name in names:
         if (folder / name).exists() and not force:
             raise UnsupportedAttentionError(f"{folder / name} exists already: give --force to replace it")
+        if (folder / name).is_dir():
+            raise UnsupportedAttentionError(f"cannot write {str(folder / name)!r}: it is a folder")
     if folder.exists() and not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} is not a folder")
     if not folder.absolute().parent.is_dir():
         raise UnsupportedAttentionError(f"cannot make the folder {folder}: {folder.absolute().parent} does not exist")
+    check_takes_files(folder, " and ".join(names[:2]))
     check_drawing()
 
 

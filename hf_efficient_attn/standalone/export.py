@@ -67,13 +67,20 @@ def export_kernel(
     """
     info = get_method(method).info
     if method not in kernel_methods():
+        other = "a checkpoint of your own method needs this package and the file of the method"
+        if method in methods_of_package():
+            other = f"convert --method {method} --remote-code writes a checkpoint that loads without this package, too"
         raise UnsupportedAttentionError(
-            f"{method}: a kernel repository takes methods of this package without learned parameters: "
-            f"{', '.join(kernel_methods())}. Models with another method need this package"
+            f"{method}: a kernel repository takes methods of this package without learned parameters "
+            f"({', '.join(kernel_methods())}): {other}"
         )
     place = Output(output, pathlib.Path(__file__).parents[1], force=force)
     repo_id = repo_id or f"ORG/{place.path.name}"
     check_hub_id(repo_id, "the kernel repository")
+    if others := _other_methods(repo_id, method):
+        raise UnsupportedAttentionError(
+            f"the name {repo_id} says {others}, and the repository gets {method}: give another name (--repo ORG/NAME)"
+        )
     name = repo_id.rpartition("/")[2].lower().replace("_", "-").replace(".", "-")
     files, module = kernel_files(method), name.replace("-", "_")
     compatible = _rendered("kernel_compatible.py.jinja", {})
@@ -93,7 +100,7 @@ def export_kernel(
 def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
     """The `attn_implementation` that names the method of a model in a kernel repository.
 
-    A model whose attention a kernel repository cannot compute is refused.
+    A model whose attention a kernel repository cannot compute is refused, and a repository named after another method.
     """
     check_hub_id(repo_id, "--kernel")
     config: Any = model.config
@@ -114,7 +121,19 @@ def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
     for problem, applies in problems.items():
         if applies:
             raise UnsupportedAttentionError(f"--kernel {repo_id}: {problem}: use --remote-code, or leave --kernel out")
+    if others := _other_methods(repo_id, methods[0]):
+        raise UnsupportedAttentionError(
+            f"--kernel {repo_id}: the name of the repository says {others}, and this model has {methods[0]}: give one "
+            f"that 'export-kernel {methods[0]}' has written, under a name that does not say otherwise"
+        )
     return f"{repo_id}:{methods[0]}"
+
+
+def _other_methods(repo_id: str, method: str) -> str:
+    """The methods that the words in a repository's name say that it has, if `method` is not among them; or ""."""
+    words = f"-{re.sub('[_.]', '-', repo_id.rpartition('/')[2].lower())}-"
+    named = [name for name in available_methods() if f"-{name.replace('_', '-')}-" in words]
+    return "" if method in named else " and ".join(named)
 
 
 def kernel_methods() -> list[str]:

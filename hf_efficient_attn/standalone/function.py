@@ -6,6 +6,8 @@ attention module that calls it. What depends on the rest of the model is therefo
 can do it.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, layer_seed
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, implementation_entry
 from hf_efficient_attn.methods import attention
 
 # Arguments without an effect on attention, because a model has used them already or needs them later.
@@ -108,3 +110,27 @@ def _check_positions(method: str, position_ids: Tensor | None, q_len: int, kv_le
     expected = torch.arange(kv_len - q_len, kv_len, device=position_ids.device)
     if not bool((position_ids == expected).all()):
         _refuse(method, "the positions are not those of one sequence per row (packed sequences, or a static cache)")
+
+
+def keep_name(method: str) -> None:
+    """Let Transformers write the name of a kernel repository, ORG/NAME:METHOD, into config.json on every save.
+
+    Otherwise it drops the name, and a saved copy of the model would load with exact attention. Transformers is loaded
+    already if it imports the repository, and what imports it without Transformers saves no such config.
+    """
+    cls: Any = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
+    if cls is None:
+        return
+    to_dict = cls.to_dict
+
+    def name_of(config: Any) -> str | None:
+        name = str(getattr(config, "_attn_implementation", None))
+        return name if name.endswith(f":{method}") else None
+
+    @functools.wraps(to_dict)
+    def to_dict_with_name(self: Any) -> dict[str, Any]:
+        output: dict[str, Any] = to_dict(self)
+        entry = implementation_entry(self, name_of)
+        return output if entry is None else {**output, "attn_implementation": entry}
+
+    cls.to_dict = to_dict_with_name

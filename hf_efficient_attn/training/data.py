@@ -2,6 +2,7 @@
 
 import hashlib
 import pathlib
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -28,7 +29,8 @@ class TrainingData(ModelData):
     `file`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
     takes, at most 2,048, or those of pictures of the size that the model was trained with. Refused are a file that
     cannot be read or has too few batches, a length that the model cannot have, and a model without a tokenizer or image
-    processor.
+    processor. `held_out` are the batches that a shorter training of the same data has held out, which this one does not
+    learn from either.
 
     Attributes:
         tokens: the number of tokens of an input, for pictures the nearest possible one.
@@ -43,6 +45,7 @@ class TrainingData(ModelData):
         length: int | None,
         batch_size: int,
         num_batches: int,
+        held_out: range | None = None,
     ) -> None:
         is_image, positions = takes_pictures(model), num_positions(model)
         longest = length or min(positions or _DEFAULT_LENGTH, _DEFAULT_LENGTH)
@@ -52,13 +55,15 @@ class TrainingData(ModelData):
                 f"{longest}, which extends its positions"
             )
         most = batch_size * (num_batches + _MOST_HELD_OUT)
-        super().__init__(model, folder, file, longest=longest, rows=most)
+        # Of pictures all: which ones have a number does not depend on how many are needed.
+        super().__init__(model, folder, file, longest=longest, rows=sys.maxsize if is_image else most)
         self.mask_token = None  # no token of a masked language model is masked
         if is_image:
             longest = length or self.native_tokens
             # Sorted files can be sorted by class.
             order = torch.randperm(len(self.pictures), generator=torch.Generator().manual_seed(0))
-            self.pictures = [self.pictures[index] for index in order.tolist()]
+            self.pictures = [self.pictures[index] for index in order.tolist()][:most]
+            self.rows = len(self.pictures)
         self.check_length(longest)
         self._length, self._count, self.tokens = longest, batch_size, self.tokens_for(longest)
         # Two batches to learn from for every process, and one that is held out.
@@ -70,8 +75,10 @@ class TrainingData(ModelData):
                 "or more, two for each process to learn from and one to measure the error on: give more data, or a "
                 f"smaller --batch-size{'' if is_image else ' or --length'}"
             )
-        held_out = min(_MOST_HELD_OUT, max(1, count // _HELD_OUT_INTERVAL))
-        self.train, self.held_out = range(min(count - held_out, num_batches)), range(count - held_out, count)
+        if held_out is None or held_out.stop > count:
+            held_out = range(count - min(_MOST_HELD_OUT, max(1, count // _HELD_OUT_INTERVAL)), count)
+        self.held_out = held_out
+        self.train = [number for number in range(count) if number not in held_out][:num_batches]
 
     def batch(self, number: int) -> dict[str, Any]:
         """The batch with a number."""
@@ -82,10 +89,12 @@ class TrainingData(ModelData):
         numbers = self.train[process_rank() :: world_size()]
         return map(self.batch, islice(shuffled(numbers, seed), skip, None))
 
-    def digest(self) -> str:
-        """A number that other data hardly have: of all tokens, or of all names and some pixels."""
-        content = self.batch(self.held_out[0])["pixel_values"] if self.is_image else self.token_ids
-        return digest(repr((self.name, self._length, self._count, self.rows, [x[0] for x in self.pictures])), content)
+    def digest(self, rows: int) -> str:
+        """A number that other data hardly have: of the tokens of some inputs, or of their names and some pixels."""
+        pixels = self.batch(self.held_out[0])["pixel_values"] if self.is_image else None
+        content = self.token_ids[: rows * self.longest] if pixels is None else pixels
+        names = [name for name, _ in self.pictures[:rows]]
+        return digest(repr((self.name, self._length, self._count, rows, names)), content)
 
 
 def digest(text: str, *tensors: Tensor) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hf_efficient_attn.conversion.checkpoint import Conversion
-from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, memory_errors, use_device
@@ -29,10 +29,11 @@ from hf_efficient_attn.training import steps
 from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
 from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
+from hf_efficient_attn.training.state import SavedState
 
 FORMAT = 1
 # A state of another format cannot be continued.
-FORMAT_OF_STATE = 3
+FORMAT_OF_STATE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,8 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
 
     About a twentieth of the batches is held out to measure the error of each layer before and after the training. The
     state of the training is saved in the folder OUTPUT.partial. A call with the same arguments continues from there,
-    bit for bit; the folder is removed at the end. The output is written as by `convert_checkpoint`, with
+    bit for bit, and one with more steps in the first stage continues, too. After a fine-tuning the folder is removed at
+    the end; otherwise it stays, for a call with more steps. The output is written as by `convert_checkpoint`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
     In a distributed training all processes call it. Each learns from its own part of the batches, and process 0 writes
@@ -104,10 +106,11 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
             At the end of `minutes` the training is interrupted, after one step at least.
 
     Returns:
-        The report of `convert_checkpoint` (in process 0), and "distillation", the contents of distillation.json. In it
-        "resumed_at" is the step from which this call continued, "layers" are the errors of the layers before and after,
-        without fine-tuning, "outputs" the losses of the fine-tuning on the held-out data, and "history" has for every
-        `save_steps` the stage, the step, the mean loss since the row before, and the error on the held-out data.
+        The report of `convert_checkpoint` (in process 0), "state", the folder of the state if it stays, else None, and
+        "distillation", the contents of distillation.json. In it "resumed_at" is the step from which this call
+        continued, "layers" are the errors of the layers before and after, without fine-tuning, "outputs" the losses of
+        the fine-tuning on the held-out data, and "history" has for every `save_steps` the stage, the step, the mean
+        loss since the row before, and the error on the held-out data.
 
     Raises:
         UnsupportedAttentionError: a source, a method or data that cannot be used, a method that learns nothing or
@@ -133,8 +136,11 @@ class _CheckpointRun:
         self.model, checked = (model := conversion.model), conversion.checked
         refuse_converted(model)
         conversion.extend()
-        count = plan.num_batches * steps.world_size()
-        self._data = data = TrainingData(model, checked.folder, plan.data, plan.length, plan.batch_size, count)
+        self._state = state = SavedState(conversion.place.path, plan.steps, is_discarded=plan.restart)
+        if plan.write_now and state.saved is None:
+            raise UnsupportedAttentionError(f"--write-now: no state is saved in {state.folder}: train first")
+        size = plan.length, plan.batch_size, plan.num_batches * steps.world_size()
+        self._data = data = TrainingData(model, checked.folder, plan.data, *size, state.held_out)
         nn.Module.to(model, plan.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
         trained: nn.Module = model if second and second.target == "logits" else model.base_model
@@ -147,23 +153,25 @@ class _CheckpointRun:
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
         # The stages that have begun.
         self._stages: list[steps.Training] = []
-        self._folder = conversion.place.path.with_name(f"{conversion.place.path.name}.partial")
-        self._state = self._folder / "state.pt"
         # Plain values, by the names of options, that must be equal when the work is continued.
         self._request = {
             "version": FORMAT_OF_STATE,
             "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
-            "data": data.digest(),
+            "data": data.digest(data.rows),
             "settings": repr(dict(model.config.efficient_attention or {})),
             **plan.to_dict(),
             "max_length": plan.max_length,
             "processes": steps.world_size(),
         }
-        self._saved = self._load()
+        inputs_of_state = {"data": data.digest(state.rows)} if state.is_longer else {}
+        state.check({**self._request, **inputs_of_state}, plan.to_dict())
+        # The saved state of every stage that has begun.
+        self._saved: list[dict[str, Any]] = [] if state.saved is None else state.saved["stages"]
         # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
-        self._record: dict[str, Any] = self._saved["record"]
+        empty: dict[str, Any] = {"layers": {}, "outputs": {}, "history": [], "recent": []}
+        self._record = empty if state.saved is None else state.saved["record"]
         # The number of steps that the saved state contains.
-        self._saved_at = sum(stage["step"] for stage in self._saved["stages"]) or None
+        self._saved_at = sum(stage["step"] for stage in self._saved) or None
         self._is_over = False
         inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
         self._about = {
@@ -177,52 +185,13 @@ class _CheckpointRun:
             "resumed_at": self._saved_at,
         }
 
-    def _load(self) -> dict[str, Any]:
-        """The saved state of every stage that has begun, and what is saved beside them, the "record".
-
-        A state that cannot be read or belongs to another request is refused, and `write_now` without one.
-        """
-        if self._plan.restart:
-            self._remove_state()
-        if not self._state.is_file():
-            if self._plan.write_now:
-                raise UnsupportedAttentionError(f"--write-now: no state is saved in {self._folder}: train first")
-            return {"stages": [], "record": {"layers": {}, "outputs": {}, "history": [], "recent": []}}
-        again = "--restart discards it and starts again"
-        with refusing(f"the state in {self._folder} cannot be read: {again}"):
-            saved = dict(torch.load(self._state, map_location="cpu", weights_only=True))
-            request = dict(saved["request"])
-        names = [
-            f"--{key.replace('_', '-')} {request.get(key)}" if key in self._plan.to_dict() else f"other {key}"
-            for key, value in self._request.items()
-            if request.get(key) != value
-        ]
-        if names:
-            raise UnsupportedAttentionError(
-                f"{self._folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
-                f"began with, and it continues; {again}"
-            )
-        return saved
-
-    def _save(self) -> None:
-        """Replace the saved state as a whole."""
-        if steps.process_rank() == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            states = [stage.state_dict() for stage in self._stages]
-            with replacing(self._state) as draft, draft.open("wb") as file:
-                torch.save({"request": self._request, "stages": states, "record": self._record}, file)
-        if steps.world_size() > 1:
-            torch.distributed.barrier()
+    def _save(self, *, is_written: bool = False) -> None:
+        """Replace the saved state as a whole; `is_written` says that the checkpoint has been made of it."""
+        about = {"held_out": (self._data.held_out.start, self._data.held_out.stop), "rows": self._data.rows}
+        stages = [stage.state_dict() for stage in self._stages]
+        values = {"request": self._request, "stages": stages, "record": self._record, "is_written": is_written}
+        self._state.save({**values, **about})
         self._saved_at = self._steps_done
-
-    def _remove_state(self) -> None:
-        """Remove the saved state, and its folder unless that holds anything else."""
-        if steps.process_rank() == 0:
-            self._state.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                self._folder.rmdir()
-        if steps.world_size() > 1:
-            torch.distributed.barrier()
 
     @property
     def _steps_done(self) -> int:
@@ -230,7 +199,7 @@ class _CheckpointRun:
 
     def train(self) -> None:
         """Train what remains of both stages, and measure the errors before and after."""
-        plan, saved = self._plan, self._saved["stages"]
+        plan, saved = self._plan, self._saved
         # With `write_now` only those that have begun.
         trainings = itertools.islice(self._trainings, len(saved) if plan.write_now else None)
         try:
@@ -252,14 +221,14 @@ class _CheckpointRun:
         except steps.DivergedError as error:
             option = "--learning-rate" if len(self._stages) == 1 else "--finetune-learning-rate"
             advice = f"{error}: give {option}"
-            if self._state.is_file():
-                advice += f" and --restart. --write-now makes a checkpoint of the earlier state in {self._folder}"
+            if self._saved_at is not None:
+                advice += f" and --restart. --write-now makes a checkpoint of the earlier state in {self._state.folder}"
             raise UnsupportedAttentionError(advice) from error
         except KeyboardInterrupt:
             if self._saved_at is None:
                 raise KeyboardInterrupt from None
             done = {"steps_done": self._saved_at, "steps": plan.num_batches, "is_over": self._is_over}
-            raise Interrupted({**done, "folder": str(self._folder)}) from None
+            raise Interrupted({**done, "folder": str(self._state.folder)}) from None
 
     def _after_step(self, step: int, losses: Sequence[steps.LayerLoss]) -> None:
         """Measure, report and save after some steps, and stop if the user has asked for it."""
@@ -294,7 +263,7 @@ class _CheckpointRun:
         return _mean([error for *_, error in errors])
 
     def write(self) -> dict[str, Any]:
-        """Write the checkpoint, and remove the state if the training is complete."""
+        """Write the checkpoint. Of a complete training the state is kept if more steps can follow, or else removed."""
         layers, outputs = self._record["layers"], self._record["outputs"]
         pairs = zip(layers["before"], layers["after"], strict=True)
         result: dict[str, Any] = {
@@ -312,9 +281,12 @@ class _CheckpointRun:
             nn.Module.to(self.model, "cpu")
             add_files = partial(write_results, result, name="distillation", draw=_draw)
             report |= self._conversion.write(add_files=add_files)
-        if result["complete"]:
-            self._remove_state()
-        return report
+        is_kept = self._plan.options.finetuning is None
+        if result["complete"] and is_kept:
+            self._save(is_written=True)
+        elif result["complete"]:
+            self._state.remove()
+        return report | {"state": str(self._state.folder) if is_kept or not result["complete"] else None}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

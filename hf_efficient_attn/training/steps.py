@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -59,7 +59,7 @@ class Training:
     measure: Callable[[Batch], list[LayerLoss]]
     finish: Callable[[], None]
 
-    def __init__(self, trained: list[Tensor], optimizer: Optimizer, schedule: LRScheduler, num_steps: int) -> None:
+    def __init__(self, trained: list[Tensor], optimizer: Optimizer, schedule: LambdaLR, num_steps: int) -> None:
         self.trained, self.num_steps, self.step_number = trained, num_steps, 0
         self._optimizer, self._schedule = optimizer, schedule
         # The sum of the losses in the present window, the smallest sum, and the parameters at its end.
@@ -136,11 +136,19 @@ class Training:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the result of `state_dict` of a training of the same model with the same arguments."""
+        """Continue from the result of `state_dict` of a training of the same model with the same arguments.
+
+        The number of steps can be larger; the learning rate then follows the schedule of the new number.
+        """
         self._set(state["trained"])
         self.step_number, (self._sum, self._least, self._best) = state["step"], state["window"]
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
+        schedule = self._schedule
+        for group, rate, share in zip(
+            self._optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = rate * share(schedule.last_epoch)
 
     @torch.no_grad()
     def _set(self, values: list[Tensor]) -> None:

@@ -28,6 +28,7 @@ import hf_efficient_attn as hea
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.evaluation.timing import use_threads
+from hf_efficient_attn.integration.cache import cache_argument
 from hf_efficient_attn.io.reading import read_text
 from recipes.common import commands
 from recipes.common.inputs import book_paths
@@ -56,7 +57,7 @@ def read(model: PreTrainedModel, ids: Tensor, cache: Any = None) -> Tensor:
     """Log-probabilities (B, N, vocabulary) of the next tokens, read through a cache or, without one, at once."""
     if cache is None:
         return model(ids).logits.log_softmax(2)
-    parts = [model(part, past_key_values=cache).logits for part in (ids[:, :_PROMPT], ids[:, _PROMPT:])]
+    parts = [model(part, **{cache_argument(): cache}).logits for part in (ids[:, :_PROMPT], ids[:, _PROMPT:])]
     return torch.cat(parts, 1).log_softmax(2)
 
 
@@ -75,8 +76,8 @@ def measure(model: PreTrainedModel, ids: Tensor, columns: int | None, exact: Any
     repeated[:, second:][:, :_PASSAGE] = ids[:, _START : _START + _PASSAGE]
     scores = read(model, ids, used)
     new = model.generate(
-        ids[:, :_FROM], attention_mask=torch.ones_like(ids[:, :_FROM]), past_key_values=cache(), do_sample=False,
-        max_new_tokens=_GENERATED, min_new_tokens=_GENERATED, pad_token_id=0,
+        ids[:, :_FROM], attention_mask=torch.ones_like(ids[:, :_FROM]), do_sample=False, max_new_tokens=_GENERATED,
+        min_new_tokens=_GENERATED, pad_token_id=0, **{cache_argument(): cache()},
     )[:, _FROM:]  # fmt: skip
     tensors = {"best": scores[:, _FROM:].argmax(2), "new": new}
     compared = tensors if exact is None else exact

@@ -44,6 +44,7 @@ from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.io.writing import check_writable
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.distillation import Distillation
@@ -205,6 +206,7 @@ def run(
             continue
         typer.echo(f"{task}, seed {seed}")
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
         setup = setup_of(task, commands.data_folder(data), seed, path.parent)
         costs, figures = costs_of(setup), {"exact": setup.evaluate(setup.model.eval())}
         counts = {name: max(1, round(steps * costs["task"] / cost)) for name, cost in costs.items()}

@@ -1,6 +1,7 @@
 """`hf-efficient-attn distill` on tiny models: results, continuation bit for bit, interruption, and refusals."""
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -64,7 +65,6 @@ def test_the_result_is_that_of_the_library(base, made, text, figures, tmp_path, 
     assert all(entry["after"] < entry["before"] for entry in found["layers"])
     assert [entry["layer"] for entry in found["layers"]] == [0, 1]
     assert found["complete"] and found["steps_done"] == 6 and found["resumed_at"] is None
-    assert not (tmp_path / "out.partial").exists()
     assert done["parameters"]["dropped"] == [] and len(done["parameters"]["new"]) == 4
 
     model = transformers.BertModel.from_pretrained(made("bert")).eval()
@@ -169,7 +169,45 @@ def test_a_continued_command_equals_an_uninterrupted_one(options, number, kind, 
     results = [read(tmp_path / name, "distillation.json") for name in ("whole", "parts")]
     assert results[1].pop("resumed_at") == done + 1 and results[0].pop("resumed_at") is None
     assert results[0] == results[1]
-    assert not (tmp_path / "parts.partial").exists()
+    # Without fine-tuning the state stays, for more steps.
+    assert (tmp_path / "parts.partial").exists() == (options == ())
+
+
+def test_a_finished_training_takes_more_steps(base, text, tmp_path, capsys):
+    data = shutil.copy(text, tmp_path / "words.txt")
+    at, base[base.index(text)] = base.index("--steps") + 1, data
+    parts = [*base, "-o", tmp_path / "out"]
+    longer = [*parts[:at], 60, *parts[at + 1 :]]
+    first = run_json(capsys, *parts)["distillation"]
+    assert "--force" in refused(capsys, *longer)
+    out = shown(capsys, *longer, "--minutes", 1e-9, "--force", status=130).out
+    assert "Continues after step 6." in out
+    out = shown(capsys, *longer, "--force").out
+    assert f"More --steps and --force continue this training. If you do not need that, delete {tmp_path}" in out
+    done = read(tmp_path / "out", "distillation.json")
+    assert done["steps_done"] == 60 and done["history"][:2] == first["history"]
+    assert done["data"]["held_out"] == first["data"]["held_out"] and done["data"]["rows"] > first["data"]["rows"]
+    assert done["error_before"] == first["error_before"] and done["error_after"] < 0.9 * first["error_after"]
+    # It is no hindrance to another training, and other data are still refused.
+    assert command(*parts, "--force", "--seed", 1) == 0
+    assert read(tmp_path / "out", "distillation.json")["resumed_at"] is None
+    data.write_text(text.read_text().replace("w7 ", "w8 "))
+    err = refused(capsys, *longer, "--force")
+    assert "other data" in err and "--seed 1" in err and "--steps 6" not in err
+
+
+def test_data_of_a_longer_training(made, tmp_path):
+    """Inputs keep their numbers, and none that is held out is learned from."""
+    pytest.importorskip("PIL").Image.new("RGB", (32, 32)).save(tmp_path / "0.png")
+    for number in range(1, 60):
+        shutil.copyfile(tmp_path / "0.png", tmp_path / f"{number}.png")
+    model = transformers.ViTModel.from_pretrained(made("vit"))
+    short = TrainingData(model, made("vit"), tmp_path, None, 2, 4)
+    longer = TrainingData(model, made("vit"), tmp_path, None, 2, 20, short.held_out)
+    names = [[name for name, _ in one.pictures[: short.rows]] for one in (short, longer)]
+    assert longer.rows > short.rows and names[0] == names[1]
+    assert longer.digest(short.rows) == short.digest(short.rows) != longer.digest(longer.rows)
+    assert short.train == [*range(4)] and not {*longer.train} & {*short.held_out} and len(longer.train) == 20
 
 
 def test_the_present_state_can_be_written(base, tmp_path, capsys, monkeypatch):
@@ -202,7 +240,7 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     different = transformers.BertModel.from_pretrained(made("bert"))
     different.embeddings.word_embeddings.weight.data[7] += 1
     for position, value, message in (
-        (base.index("--steps") + 1, 7, "--steps 6"),
+        (base.index("--steps") + 1, 5, "--steps 6:"),
         (base.index("num_features=16"), "num_features=8", "other settings"),
         (base.index("--data") + 1, other, "other data"),
         (1, save(tmp_path / "source", different), "other source"),
@@ -222,7 +260,7 @@ def test_a_damaged_state_is_refused(base, tmp_path, capsys):
     (tmp_path / "out.partial" / "state.pt").write_bytes(b"nothing")
     assert "cannot be read: --restart discards it" in refused(capsys, *base, "-o", tmp_path / "out")
     (tmp_path / "out.partial" / "mine.txt").write_text("mine")
-    assert command(*base, "--restart", "-o", tmp_path / "out") == 0
+    assert command(*base, *SECOND, "--restart", "-o", tmp_path / "out") == 0
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["mine.txt"]
 
 

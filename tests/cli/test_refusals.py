@@ -1,13 +1,16 @@
 """What the commands refuse: each is one line on stderr, exit status 2, before anything is measured or written."""
 
 import math
+import pathlib
 import shlex
 
 import pytest
 import torch
 import transformers
 
+import converted
 from commands import TEXT, refused, save
+from hf_efficient_attn.evaluation import benchmark, crossover
 from test_encoder_decoder import tiny
 from tiny_models import tiny_model
 
@@ -143,6 +146,32 @@ REFUSALS = [
     (f"{DISTILL} --minutes 0", "Invalid value for '--minutes'"),
     (f"{DISTILL} -o full", "exists already; --force"),
 ]
+# A folder in which nobody can make files, root included.
+NO_FILES = "/proc"
+if pathlib.Path(NO_FILES).is_dir():
+    REFUSALS += [
+        (f"{line} {NO_FILES}/out", f": no file can be made in {NO_FILES} (")
+        for line in (
+            f"{ANALYZE} --output", "benchmark gpt2 --output", f"{CONVERT} --method linear -o", f"{DISTILL} -o",
+            "export-kernel nearfar -o",
+        )
+    ]  # fmt: skip
+    REFUSALS.append((f"demo --plot {NO_FILES}/picture.png", f"no file can be made in {NO_FILES} ("))
+
+
+def test_a_place_for_lengths_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(crossover, "cache_file", lambda: tmp_path / "lengths.json")
+    monkeypatch.setattr(crossover, "measure_crossover", None)
+    (tmp_path / "lengths.json").mkdir()
+    assert "lengths.json': it is a folder" in refused(capsys, "crossover", "--renew")
+
+
+def test_a_card_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    converted.make(tmp_path)
+    monkeypatch.setattr(benchmark, "benchmark_checkpoint", None)
+    card = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(card.replace("<!-- /hf_efficient_attn -->", ""))
+    assert "must contain the lines" in refused(capsys, "benchmark", tmp_path, "--card")
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,26 @@ STATEMENTS = {
         {"origin": converted.origin(max_length=1024), "modules": []},
         ['SentenceTransformer("ORG/NAME")\n'], ["model_kwargs"],
     ),
+    "sentence-transformers, a kernel": (
+        {"config": config_json(attn_implementation="org/kdeformer:kdeformer"), "modules": []},
+        [
+            'SentenceTransformer("ORG/NAME", model_kwargs={"allow_all_kernels": True})\n',
+            'pipeline("fill-mask", model="ORG/NAME", model_kwargs={"allow_all_kernels": True})\n',
+            "```\n\n```python\nfrom transformers import pipeline\n\npipe",
+        ],
+        ["import hf_efficient_attn\nfrom"],
+    ),
+    "sentence-transformers, remote code": (
+        {
+            "config": config_json(auto_map={"AutoModelForMaskedLM": "modeling_efficient_attention.BertForMaskedLM"}),
+            "modules": [],
+        },
+        [
+            'SentenceTransformer("ORG/NAME", trust_remote_code=True)\n',
+            'pipeline("fill-mask", model="ORG/NAME", trust_remote_code=True)\n',
+        ],
+        ["import hf_efficient_attn\nfrom"],
+    ),
     "an original on the hub": ({}, ["This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with"], []),
     "an original elsewhere": (
         {"origin": converted.origin(base_model=None, base_name="folder-of-mine"), "benchmark": converted.benchmark()},

@@ -3,9 +3,11 @@
 import copy
 import csv
 import dataclasses
+import functools
 import io
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn import cli
-from hf_efficient_attn.integration.cache import NewKeys, StateLayer
+from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
 from hf_efficient_attn.integration.near_far_cache import NearFarLayer
 from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import attention_with_state, naive_attention
@@ -106,7 +108,7 @@ def test_a_cache_can_be_copied_saved_and_reset(family, name):
     if name in STATES:
         # Without a mask, `generate` treats tokens that equal the padding token as padding.
         more = {"input_ids": torch.cat((ids, tokens(2, 9, 1)), 1), "attention_mask": torch.ones(2, 54)}
-        assert torch.equal(generate(model, more, past_key_values=cache), generate(model, more, use_cache=False))
+        assert torch.equal(generate(model, more, **{cache_argument(): cache}), generate(model, more, use_cache=False))
 
 
 @each_cache
@@ -127,17 +129,17 @@ def test_what_a_cache_refuses(family, name):
 
     for wrong in (changed, torch.ones_like(mask)):
         model, cache = filled()
-        refuses("mask of earlier tokens has changed", model, token, attention_mask=wrong, past_key_values=cache)
+        refuses("mask of earlier tokens has changed", model, token, attention_mask=wrong, **{cache_argument(): cache})
     model, cache = filled()
     refuses("cannot be taken back", cache.crop, -1)
     refuses("cannot be taken back", cache.layers[0].activate_past_recording)
-    model(token, attention_mask=mask, past_key_values=cache)
+    model(token, attention_mask=mask, **{cache_argument(): cache})
     cache.layers[0].update(*(torch.zeros(2, 2, 1, 8),) * 2)
-    refuses("no attention followed", model, token, past_key_values=cache)
+    refuses("no attention followed", model, token, **{cache_argument(): cache})
     for other in others:
         model, cache = filled()
         hea.convert(model, other)
-        refuses("start with a new cache", model, token, attention_mask=mask, past_key_values=cache)
+        refuses("start with a new cache", model, token, attention_mask=mask, **{cache_argument(): cache})
 
 
 # States
@@ -191,7 +193,7 @@ def test_neither_the_state_nor_the_cost_of_a_token_grows(family, name):
         # Views of a prompt would keep all of it in memory.
         numel = sum(x.untyped_storage().nbytes() for layer in layers for x in layer.state)
         with torch.no_grad(), Memory() as largest:
-            model(torch.full((2, 1), 7), past_key_values=cache, use_cache=True)
+            model(torch.full((2, 1), 7), **{cache_argument(): cache}, use_cache=True)
         found.add((numel, largest.numel))
     assert len(found) == 1
 
@@ -236,7 +238,7 @@ def test_models_that_modify_cached_keys(name):
     cache.__class__ = kept.__class__ = Copying
     torch.testing.assert_close(decode(model, ids, [68, 69], cache), whole, atol=1e-4, rtol=1e-4)
     assert cache.layers[0].keys.shape[2] == cache.get_seq_length() == 70
-    refuses("clone", model, ids[:, :1], past_key_values=kept, use_cache=True)
+    refuses("clone", model, ids[:, :1], **{cache_argument(): kept}, use_cache=True)
 
 
 def test_new_keys_show_their_shape_but_cannot_be_used():
@@ -247,13 +249,23 @@ def test_new_keys_show_their_shape_but_cannot_be_used():
         refuses("start with a new cache", use)
 
 
+def test_transformers_takes_the_name_of_a_cache_without_a_warning():
+    model, ids = decoder("llama", "nearfar"), tiny_batch("llama", length=20)["input_ids"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in (model, functools.partial(model.generate, max_new_tokens=2)):
+            cache = hea.NearFarCache(model.config, 8)
+            call(ids, **{cache_argument(): cache})
+            assert cache.get_seq_length() >= 20
+
+
 def test_a_compiled_forward_stores_keys():
     """It is one graph."""
     model, ids = tiny_model("gpt2", "linear", head=True, n_layer=1), tiny_batch("gpt2", length=20)["input_ids"]
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
-        out = compiled(ids, past_key_values=transformers.DynamicCache(config=model.config), use_cache=True)
+        out = compiled(ids, **{cache_argument(): transformers.DynamicCache(config=model.config)}, use_cache=True)
         torch.testing.assert_close(out.logits, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)
     assert out.past_key_values.layers[0].keys.shape[2] == 20
     torch.compiler.reset()

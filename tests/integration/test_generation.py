@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, QuantizedLay
 
 import hf_efficient_attn as hea
 from each import few_methods, refuses
-from hf_efficient_attn.integration.cache import StateLayer
+from hf_efficient_attn.integration.cache import StateLayer, cache_argument
 from test_windows import converted, exact_model
 from tiny_models import DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
 
@@ -83,7 +83,7 @@ def new_cache(model, kind: str):
 
 def options_of(model, kind: str, options: dict) -> dict:
     """Options of `generate`, which makes most kinds of caches itself."""
-    return {**({"past_key_values": new_cache(model, kind)} if kind == "landmarks" else {}), **options}
+    return {**({cache_argument(): new_cache(model, kind)} if kind == "landmarks" else {}), **options}
 
 
 def tokens_of(model, inputs, kind: str, **options) -> torch.Tensor:
@@ -172,10 +172,10 @@ def crop(model, kind):
     ids = tiny_batch("gpt2")["input_ids"]
     cache = new_cache(model, kind)
     for piece in (ids[:, :40], ids[:, 50:65]):
-        model(piece, past_key_values=cache)
+        model(piece, **{cache_argument(): cache})
     # In earlier versions `crop` takes the length that remains.
     cache.crop(-15 if hasattr(CacheLayerMixin, "get_max_length") else 40)
-    last = model(ids[:, 40:41], past_key_values=cache).logits
+    last = model(ids[:, 40:41], **{cache_argument(): cache}).logits
     torch.testing.assert_close(last, decode(model, ids[:, :41], [40])[:, 40:], atol=1e-4, rtol=1e-4)
 
 
@@ -217,7 +217,8 @@ class Lossless(QuantizedLayer):
 
 def another_cache(model, kind, cache=None):
     inputs, cache = tiny_batch("gpt2", padding="left"), DynamicCache() if cache is None else cache
-    assert torch.equal(tokens_of(model, inputs, kind, past_key_values=cache), tokens_of(model, inputs, kind))
+    given = {cache_argument(): cache}
+    assert torch.equal(tokens_of(model, inputs, kind, **given), tokens_of(model, inputs, kind))
     assert cache.get_seq_length() == 70 + NEW - 1 and cache.layers[0].keys is not None
 
 

@@ -226,7 +226,7 @@ def test_two_processes_average_their_gradients(given, tmp_path):
     assert shown.count("| layers  |      3 |") == 1, "only the first process prints"
     assert json.loads((tmp_path / "out" / "distillation.json").read_text())["steps_done"] == 8
     launched(*given, "-o", str(tmp_path / "two"))
-    assert (tmp_path / "two" / "README.md").is_file() and not (tmp_path / "two.partial").exists()
+    assert (tmp_path / "two" / "README.md").is_file() and not (tmp_path / "out.partial").exists()
     assert recipe.run([*given, "--batch-size", "4", "-o", str(tmp_path / "one")]) == 0
     one, two = (weights(tmp_path / name) for name in ("one", "two"))
     for name, x in one.items():

@@ -4,6 +4,7 @@ import ast
 import base64
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModel, AutoModelForMaskedLM
+from transformers import AttentionInterface, AutoModel, AutoModelForMaskedLM, CLIPConfig, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.utils.import_utils import is_kernels_available
 
@@ -92,6 +93,27 @@ def test_transformers_loads_a_kernel(tmp_path, monkeypatch):
     assert torch.equal(other(**inputs)[0], model(**inputs)[0])
 
 
+@pytest.mark.parametrize("has_package", [True, False])
+def test_a_saved_copy_names_its_kernel(has_package, repository, tmp_path, monkeypatch):
+    module, _ = repository("nearfar")
+    to_dict = PreTrainedConfig.to_dict
+    monkeypatch.setattr(PreTrainedConfig, "to_dict", to_dict if has_package else inspect.unwrap(to_dict))
+    if not has_package:
+        monkeypatch.delattr(PreTrainedConfig, "efficient_attention")
+    imported(module.__name__, module.__file__)  # as Transformers does when it loads the model
+    config, name = tiny_config("bert"), "org/nearfar:nearfar"
+    config.efficient_attention = {"method": "nearfar", "layers": [1], **SMALL["nearfar"]}
+    for implementation, expected in [(name, name), ("sdpa", None), ("org/other:other", None)]:
+        config._attn_implementation = implementation
+        config.save_pretrained(tmp_path)
+        saved = json.loads((tmp_path / "config.json").read_text())
+        assert saved.get("attn_implementation") == expected
+        assert saved["efficient_attention"]["layers"] == [1] if expected else True
+    composite = CLIPConfig()
+    composite._attn_implementation = {"text_config": name}
+    assert json.loads(composite.to_json_string())["attn_implementation"] == {"text_config": name}
+
+
 @pytest.mark.parametrize("method", ["nearfar", "longformer", "linear"])
 def test_a_kernel_generates_the_same_text(method, repository):
     model = tiny_model("gpt2", method, head=True)
@@ -157,9 +179,17 @@ def test_layout_of_a_repository(tmp_path, capsys):
     assert module.__all__ == ["attention", "flash_attn_forward", "wildcat"] and callable(module.wildcat)
 
 
+def test_a_repository_is_not_named_after_another_method(tmp_path):
+    refuses("says nearfar, and the repository gets kdeformer", export_kernel, "kdeformer", tmp_path / "nearfar-kernel")
+    assert not any(tmp_path.iterdir())
+    name = "org/linear-time.approx_kmv"  # one of them is enough
+    assert export_kernel("approx_kmv", tmp_path / "out", repo_id=name)["function"] == f"{name}:approx_kmv"
+
+
 @pytest.mark.parametrize("method", [m for m in hea.available_methods() if m not in kernel_methods()])
 def test_methods_that_learn_have_no_kernel(method, tmp_path):
-    refuses(r"without learned parameters: .*nearfar", export_kernel, method, tmp_path / "kernel")
+    message = rf"without learned parameters \(.*nearfar.*convert --method {method} --remote-code"
+    refuses(message, export_kernel, method, tmp_path / "kernel")
     assert not (tmp_path / "kernel").exists()
 
 
@@ -276,7 +306,7 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
     assert config["efficient_attention"]["layers"] == [1]
     assert done["load"].endswith("allow_all_kernels=True)") and "import hf_efficient_attn" not in done["load"]
     card = (folder / "README.md").read_text()
-    assert "allow_all_kernels=True" in card and 'attn_implementation="org/nearfar:nearfar"' in card
+    assert "allow_all_kernels=True" in card and "huggingface.co/org/nearfar)" in card
     # With the package: by the method's name, and as a source of another conversion.
     assert AutoModel.from_pretrained(folder, attn_implementation="nearfar").config.efficient_attention["layers"] == [1]
     convert_checkpoint(folder, again, "nearfar")
@@ -291,6 +321,7 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
         ("linear", {"hyperparameters": {"feature_map": "hedgehog"}}, "learned parameters"),
         ("nearfar", {"layers": ["encoder.layer.0"]}, "must be numbers"),
         ("nearfar", {"kernel": "not an id"}, "cannot be the id"),
+        ("kdeformer", {"kernel": "org/My_nearfar-kernel"}, "says nearfar, and this model has kdeformer"),
     ],
 )
 def test_checkpoints_that_no_kernel_can_serve(method, values, message, tmp_path):

@@ -1,0 +1,91 @@
+"""The saved state of a distillation, in a folder beside its output, from which a later call continues."""
+
+import contextlib
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
+from hf_efficient_attn.io.writing import check_takes_files, replacing
+from hf_efficient_attn.training.steps import process_rank, world_size
+
+_AGAIN = "--restart discards it and starts again"
+
+
+class SavedState:
+    """The state in the folder OUTPUT.partial, which is read when this is made; `is_discarded` removes it before.
+
+    A state whose checkpoint is written serves only a training with more steps than it has; else it is as if there were
+    none. A folder in which no state can be saved, and a state that cannot be read, are refused.
+
+    Attributes:
+        folder: the folder.
+        saved: what `save` got, or None.
+        is_longer: whether the training goes on beyond the steps that the state was meant for, which is possible before
+            its second stage begins.
+    """
+
+    def __init__(self, output: pathlib.Path, num_steps: int, *, is_discarded: bool) -> None:
+        self.folder = output.with_name(f"{output.name}.partial")
+        self._file = self.folder / "state.pt"
+        check_takes_files(self.folder, f"the state of the training in {self.folder}")
+        if is_discarded:
+            self.remove()
+        self.saved: dict[str, Any] | None = None
+        self.is_longer = False
+        if not self._file.is_file():
+            return
+        with refusing(f"the state in {self.folder} cannot be read: {_AGAIN}"):
+            saved = dict(torch.load(self._file, map_location="cpu", weights_only=True))
+            before = dict(saved["request"]).get("steps", num_steps)
+            self.is_longer = num_steps > before and len(saved["stages"]) < 2
+        if self.is_longer or not saved.get("is_written"):
+            self.saved = saved
+
+    @property
+    def rows(self) -> int:
+        """The number of inputs of the data that the state was made with; 0 if that is not known."""
+        return self.saved.get("rows", 0) if self.saved else 0
+
+    @property
+    def held_out(self) -> range | None:
+        """The batches that the training of the state has held out."""
+        return range(*self.saved["held_out"]) if self.saved and "held_out" in self.saved else None
+
+    def check(self, request: Mapping[str, Any], options: Collection[str]) -> None:
+        """Refuse a state of another request: plain values by names, of which `options` are those of options."""
+        if self.saved is None:
+            return
+        names = [
+            f"--{key.replace('_', '-')} {self.saved['request'].get(key)}" if key in options else f"other {key}"
+            for key, value in request.items()
+            if self.saved["request"].get(key) != value and not (key == "steps" and self.is_longer)
+        ]
+        if names:
+            raise UnsupportedAttentionError(
+                f"{self.folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
+                f"began with, and it continues, also with more --steps; {_AGAIN}"
+            )
+
+    def save(self, values: Mapping[str, Any]) -> None:
+        """Replace the saved state as a whole."""
+        if process_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._file) as draft, draft.open("wb") as file:
+                torch.save(dict(values), file)
+        _wait()
+
+    def remove(self) -> None:
+        """Remove the saved state, and its folder unless that holds anything else."""
+        if process_rank() == 0:
+            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+        _wait()
+
+
+def _wait() -> None:
+    if world_size() > 1:
+        torch.distributed.barrier()
