@@ -16,8 +16,8 @@ _LEGEND = (
 _AUTO = (
     "auto with its default hyperparameters is exact in longer sequences, too: up to as many tokens as the last columns "
     "say, in large calls with heads of 64 or 32 dimensions. Its columns cost more than those of {method}, and its "
-    "attempts to keep a bound must be cheap, because they may fail. In still longer sequences it approximates the heads "
-    "whose bound it expects to hold, and in decoders all."
+    "attempts to keep a bound must be cheap, because they may fail. In still longer sequences it approximates the "
+    "heads whose bound it expects to hold, and in decoders all."
 )
 _method = "A method, as listed by `methods`. [default: the one that auto switches to]"
 
@@ -55,6 +55,7 @@ def crossover(
             path.parent.mkdir(parents=True, exist_ok=True)  # fails before the work
             found = measured.measure_crossover(method, where)
             measured.store_crossover(method, where, found)
+        measured.register()
         of_auto = measured.lengths_of_auto(where, found) if is_default else {}
     if as_json:
         rows = {name: one._asdict() for name, one in found.items()}
