@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, attention, crossover, learns, make_config
+from hf_efficient_attn.ops.row_error import attempt_length
 from hf_efficient_attn.version import __version__
 
 _HEAD_DIM = 64
@@ -87,6 +88,23 @@ def measure_ratio(
     method = seconds(lambda: attention(config, *tensors, is_causal=is_causal))
     exact = seconds(lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal))
     return exact / method * (length / query.shape[2]) ** 2, method
+
+
+def lengths_of_auto(device: torch.device, rows: Iterable[str]) -> dict[str, dict[int, int]]:
+    """Numbers of tokens up to which `auto` with its defaults is exact, whatever the data, in large calls.
+
+    Returns row of the table -> head_dim -> the number. It is greater than the crossover of the method that `auto`
+    switches to, because its columns cost more, and because with a bound an attempt may fail.
+    """
+    config: Any = make_config("auto")
+    found: dict[str, dict[int, int]] = {row: {} for row in rows}
+    for dtype, is_causal, head_dim in itertools.product((torch.float32, torch.bfloat16), (False, True), (64, 32)):
+        row = crossover.table_key(dtype, is_causal)
+        if row in found:
+            length = config.exact_up_to(crossover.LARGE_DIM // head_dim, head_dim, dtype, is_causal, device)
+            # Nothing bounds the error of the causal form.
+            found[row][head_dim] = length if is_causal else min(crossover.NEVER, attempt_length(length))
+    return found
 
 
 def find_crossover(measure: Callable[[int], tuple[float, float]], shortest: int) -> int:

@@ -1,6 +1,7 @@
 """auto (this package): exact attention where approximation does not pay or is not accurate enough, else nearfar.
 
-- Up to the length at which nearfar pays on this machine (`hf-efficient-attn crossover`), attention is exact.
+- Up to a length, attention is exact. It follows from the crossover of nearfar on this machine (`hf-efficient-attn
+  crossover`), and is greater: more landmarks and small heads cost more, and so does an attempt that fails.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
   by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact.
   `hf_efficient_attn.ops.row_error` describes which heads are attempted.
@@ -58,7 +59,11 @@ class AutoAttentionConfig(MethodConfig):
         0.1, "Bound of each head's relative error in the operator norm. 0: no bound, `columns` for all.", minimum=0
     )
     crossover: int = option(
-        0, "Number of keys up to which attention is exact. 0: what was measured on this machine.", minimum=0
+        0,
+        "Number of keys up to which attention is exact. In longer sequences a head is approximated only if the bound "
+        "is expected to hold and to save time: few heads are in sequences that are hardly longer. 0: a number that "
+        "follows from the crossover of nearfar on this machine and is greater. `crossover` prints both.",
+        minimum=0,
     )
     static_form: str = option(
         "columns",
@@ -144,6 +149,7 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
+    length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
     return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
 

@@ -269,6 +269,16 @@ def worthwhile_length(crossover: int) -> int:
     return math.ceil(crossover * math.pow(_FAR_COST / _LARGEST_COST, 1.0 / COST_POWER))
 
 
+def attempt_length(length: int) -> int:
+    """Compute the number of keys up to which no head is attempted, whatever the data, from `Forms.length`."""
+    low, high = 1, 2 * length + 4 * NUM_ROWS
+    while low < high:
+        middle = (low + high) // 2
+        cost = _LARGEST_COST * (length / middle) ** COST_POWER + NUM_ROWS / middle
+        low, high = (low, middle) if cost <= _FIRST_COST else (middle + 1, high)
+    return low - 1
+
+
 def attend_within_bound(
     heads: tuple[Tensor, Tensor, Tensor], forms: Forms, batch: int, scale: float, seed: Seed
 ) -> tuple[Tensor, Tensor]:

@@ -214,6 +214,28 @@ def test_the_command_measures_once(cache, measurements, capsys):
     assert look_up() == 500  # of the usual number of threads
 
 
+def test_the_command_says_up_to_which_length_auto_is_exact(cache, monkeypatch, capsys):
+    """Longer than the crossover, above all with small heads, and by the defaults of `auto`."""
+    rows = {
+        "float32": Crossover(2942, 2942),
+        "bfloat16": Crossover(3000, 2500),
+        "float32 causal": Crossover(7000, 6000),
+    }
+    monkeypatch.setattr(measuring, "measure_crossover", lambda method, device: rows)
+    found = run_json(capsys, "crossover")["auto_exact_up_to"]
+    assert list(found) == list(rows)
+    for name, lengths in found.items():
+        assert rows[name].large < lengths["64"] < lengths["32"]
+    assert 3600 < found["float32"]["64"] < 3850 and 4800 < found["float32"]["32"] < 5150
+    crossover.use_measured(lambda method, device: None)  # as in a new process
+    out = " ".join(shown(capsys, "crossover").out.split())
+    assert f"| float32 | 2942 | 2942 | {found['float32']['64']} | {found['float32']['32']} |" in out
+    assert "auto with its default hyperparameters is exact in longer sequences, too" in out
+    config = measuring.make_config("auto")
+    assert config.exact_up_to(16, 64, torch.float32, True, CPU) == found["float32 causal"]["64"]
+    assert "auto with" not in shown(capsys, *COMMAND).out
+
+
 def test_the_command_refuses_before_it_measures(cache, measurements, capsys):
     cache.parent.write_text("a file")
     refused(capsys, *COMMAND, status=1)

@@ -262,6 +262,19 @@ def attempts(monkeypatch):
     return made
 
 
+def test_from_which_length_on_heads_are_attempted(monkeypatch, attempts):
+    """From a given crossover, as from a measured one, but for the rows that bound the error."""
+    monkeypatch.setattr(module, "crossover_length", lambda *size, **options: 900)
+    for crossover, options in ((700, {"crossover": 700}), (900, {})):
+        last = row_error.attempt_length(row_error.worthwhile_length(crossover))
+        assert crossover < last < 1.15 * crossover
+        for length in (last, last + 1):
+            query, key, value = inputs(1, 2, length, 8)
+            attempts.clear()
+            auto(query, torch.zeros_like(key), value, columns=64, **options)  # which landmarks represent exactly
+            assert bool(attempts) == (length > last)
+
+
 def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
     errors = _errors(_mixed(), crossover=100)
     assert len({columns for _, columns in attempts}) > 1
