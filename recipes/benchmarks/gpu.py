@@ -220,7 +220,9 @@ def gpu(
     force: commands.option(bool, "Replace the files of an earlier run.", "--force") = False,
 ) -> None:
     """Check and measure all methods on one accelerator in one run: promises, errors, times and memory."""
-    where = parse_device(device or getattr(torch.accelerator.current_accelerator(), "type", "cpu"))
+    # A build of PyTorch for CUDA has an accelerator also on a machine without one.
+    found = torch.accelerator.current_accelerator(check_available=True)
+    where = parse_device(device or getattr(found, "type", "cpu"))
     check_folder(output, ("gpu.json", "gpu.md", "gpu.png"), force=force)
     configs = parse_methods(method or [name for name in hea.available_methods() if name != "auto"])
     case = Case(0, num_heads=heads, dtype=dtype, device=str(where))
