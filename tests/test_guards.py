@@ -1,5 +1,6 @@
 """Guards: sizes of package and files, and where it asks for devices and compilation (docs/architecture.md)."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ GUARDS = {".": 30_000, "../recipes": 10_000, "../tests": 25_000}
 DEVICE = re.compile(r"\bbackend\(|\bdevice\.type\b|\.is_cuda\b")
 # Not a question: autocast and the state of random numbers take the name of the device.
 NAME_ONLY = re.compile(r"autocast(_enabled)?\([^)\n]*\bdevice\.type\b|device_type=[\w.]*device\.type\b")
+# What makes numbers of the default dtype unless it gets one.
+MAKES_NUMBERS = {"zeros", "ones", "eye", "rand", "randn", "linspace", "logspace"}
 # crossover.py chooses lengths; call.py and projections.py switch autocast off for a device that they name first.
 MAY_ASK = {"attend.py", "tokens.py", "crossover.py", "call.py", "projections.py"}
 
@@ -52,3 +55,13 @@ def test_gradients_are_those_of_autograd():
     found = "".join(texts("ops", "methods").values())
     assert found.count("autograd.Function)") <= 5
     assert "".join(texts(".").values()).count("custom_op(") <= 3
+
+
+def test_new_tensors_name_their_dtype():
+    """Otherwise they depend on `torch.set_default_dtype`. Parameters of a model may: Transformers loads by it."""
+    unnamed = []
+    for path, text in texts(".").items():
+        for call in ast.walk(ast.parse(text)) if "models" not in path.parts else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func).removeprefix("torch.") in MAKES_NUMBERS:
+                unnamed += [f"{path.name}:{call.lineno}"] * all(word.arg != "dtype" for word in call.keywords)
+    assert not unnamed

@@ -234,7 +234,7 @@ def parse_device(name: str | None) -> "torch.device":
 
     try:
         device = torch.device("cpu" if name is None else name)
-        torch.ones(1, device=device).item()
+        torch.ones(1, dtype=torch.float32, device=device).item()
     except (RuntimeError, AssertionError, ImportError):
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         usable = ["cpu", *(f"{kind}:{index}" for index in range(torch.accelerator.device_count() if kind else 0))]

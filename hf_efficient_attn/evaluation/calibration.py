@@ -222,7 +222,7 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 
     with capture_attention(model, visit):
         forward(model, batch)
-    own, exact = torch.tensor(seconds).sum(0).T.tolist()
+    own, exact = torch.tensor(seconds, dtype=torch.float64).sum(0).T.tolist()
     return timing.summary(list(zip(own, exact, strict=True)))
 
 

@@ -255,7 +255,7 @@ def _mean(*values: Tensor, is_log: bool = False) -> float | None:
 def _state_errors(answer: Answer, exact: Answer) -> Tensor:
     """|S - E| / |E| of the last hidden states (Frobenius norm) of each input; (0,) where they are not compared."""
     if answer.states is None or exact.states is None or exact.states.ndim != 3:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float64)
     reference = exact.states.double().flatten(1)
     errors: Tensor = (answer.states.double().flatten(1) - reference).norm(dim=1) / reference.norm(dim=1)
     return errors

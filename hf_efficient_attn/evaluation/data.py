@@ -254,7 +254,7 @@ class ModelData:
         pixels = self.pixels_for(length)
         if self.processor is None:
             generator = torch.Generator().manual_seed(indices.start)
-            values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator)
+            values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator, dtype=torch.float32)
         else:
             pictures = [open_picture(*self.pictures[index]) for index in indices]
             size = {"height": pixels, "width": pixels}

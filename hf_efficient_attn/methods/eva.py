@@ -119,7 +119,7 @@ def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_:
     """Make W_q and W_k (H, D, D) of a learned proposal. They are the identity, so conversion starts from q~ + k~."""
     if config.proposal != "learned":
         return {}
-    return {name: torch.eye(head_dim).repeat(num_heads, 1, 1) for name in _MAPS}
+    return {name: torch.eye(head_dim, dtype=torch.float32).repeat(num_heads, 1, 1) for name in _MAPS}
 
 
 def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> ChunkOptions:

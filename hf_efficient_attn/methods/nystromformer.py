@@ -98,7 +98,9 @@ class NystromformerConfig(MethodConfig):
 
 def initial_parameters(config: NystromformerConfig, *, num_heads: int, **_: int) -> dict[str, Tensor]:
     """Make `conv_weight` (H, kernel) of zeros if there is a convolution, so that conversion keeps the output."""
-    return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size)} if config.conv_kernel_size else {}
+    if not config.conv_kernel_size:
+        return {}
+    return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size, dtype=torch.float32)}
 
 
 def _prepare(

@@ -289,7 +289,8 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
         (u * n).to(torch.int64).clamp(max=n - 1) for u, n in zip(numbers, (num_queries, num_keys), strict=True)
     )
     distances = (queries[query] - keys[key]).norm(dim=1).double()
-    widths = distances.median().clamp(min=1e-9) * 2.0 ** (0.25 * torch.arange(-16, 9, device=device))
+    steps = 2.0 ** (0.25 * torch.arange(-16, 9, dtype=torch.float32, device=device))
+    widths = distances.median().clamp(min=1e-9) * steps
     # The largest width of a bucket at which a query is expected to meet at most half of its budget.
     met = collision_chance(distances[None] / widths[:, None]).pow(_BUDGET_DEPTH).mean(1) * _BUDGET_TABLES * num_keys
     width = widths[int((met <= budget // 2).sum().clamp(min=1)) - 1].item()
@@ -328,7 +329,7 @@ def part_of(
     near[row, rank], bias[row, rank] = own % num_light, 0.0
     draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
     drawn, used = draw_columns(draws, queries, own, num_light, seed, _PART_DRAWS)
-    log_weight = (num_light / draws).log().double()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
+    log_weight = (num_light / draws.double()).log()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
     keys = torch.cat((heavy.expand(len(queries), -1), light[near], light[drawn]), 1)
     return Part(queries, keys, torch.cat((bias.new_zeros(len(queries), len(heavy)), bias, log_weight), 1))
 

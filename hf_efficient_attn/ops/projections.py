@@ -35,7 +35,7 @@ def start_tables(projection_dim: int, max_length: int, init: str, seed: int, str
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
     ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
     inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
-    return [inside / sizes.clamp(min=1)[:, None]] * len(streams)
+    return [inside.to(torch.float32) / sizes.clamp(min=1)[:, None]] * len(streams)
 
 
 class Contraction(NamedTuple):

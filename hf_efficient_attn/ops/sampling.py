@@ -126,7 +126,8 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     count: Tensor | int = value.shape[1]
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(1), 0.0)
-        count = key_mask.sum(1)[:, None, None].clamp(min=1)  # (BH, 1, 1)
+        # A quotient with an integer would have the default dtype.
+        count = key_mask.sum(1)[:, None, None].clamp(min=1).to(acc_dtype)  # (BH, 1, 1)
     scores = scores + (scores.sum(2, keepdim=True) * (LEAST_SCORE / count) + tiny)
     return scores if key_mask is None else scores.masked_fill_(~key_mask.unsqueeze(1), 0.0)
 
@@ -342,8 +343,8 @@ def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | Non
     (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
     if group is not None:
         # The groups are laid end to end as well, so that one search serves all of them.
-        ends = ends + stretch * integers(groups, ends.device)[:, None]
-        points = points + stretch * group.unsqueeze(2)
+        ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]
+        points = points + stretch * group.to(points.dtype).unsqueeze(2)
     found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
     # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
     found.clamp_(max=groups * size - 1)

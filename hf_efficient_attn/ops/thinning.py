@@ -119,7 +119,7 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
         earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))
         rows = torch.baddbmm(rows.clamp_(max=0.0).exp2_(), earlier.mT, factor, alpha=-1.0) * used
         corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT  # (BH, size, size)
-        corner.diagonal(dim1=1, dim2=2).add_(torch.where(used.squeeze(2), ridge, 1.0))
+        corner.diagonal(dim1=1, dim2=2).add_(corner.new_ones(used.shape[:2]).masked_fill_(used.squeeze(2), ridge))
         lower, failed = torch.linalg.cholesky_ex(corner)
         # Only rounding can make this fail. Then the diagonal times the size replaces the corner, which is smaller.
         diagonal = torch.diag_embed((size * corner.diagonal(dim1=1, dim2=2).clamp(min=ridge)).sqrt())

@@ -72,7 +72,7 @@ class Training:
         """
         self._optimizer.zero_grad()
         losses = self._backward(batch)
-        mean = torch.tensor([statistics.fmean(one.loss for one in losses) if losses else 0.0])
+        mean = torch.tensor([statistics.fmean(one.loss for one in losses) if losses else 0.0], dtype=torch.float32)
         if world_size() > 1:
             # All processes stop in the same step, and choose the same best parameters. Every process must take part,
             # also if its batch trained nothing.

@@ -89,7 +89,7 @@ def initial_parameters(config: FeatureConfig, *, num_kv_heads: int, head_dim: in
     found = {name: start_map(config.feature_map, *sizes, is_query=name == NAMES[0]) for name in NAMES}
     if config.window_size:
         start = log_weight_of_zeros(config.feature_map, config.num_features)
-        found[LOG_WEIGHT] = torch.full((num_kv_heads,), start, device="cpu")
+        found[LOG_WEIGHT] = torch.full((num_kv_heads,), start, dtype=torch.float32, device="cpu")
     return found
 
 
