@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
-from hf_efficient_attn.integration.layers import Layer, layer_of, stem_of
+from hf_efficient_attn.integration.layers import Layer, is_selected, layer_of, stem_of
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig
 
@@ -65,6 +65,11 @@ class ModuleLocation(NamedTuple):
     # part of the name up to it, such as "encoder.layers.0".
     label: Layer | None
     window: int | None = None  # as `window_of` determines it
+    own_name: str = ""  # within the part of the model that names its method itself, if it is in one
+
+    def is_selected(self, item: Layer) -> bool:
+        """Whether an item of `layers` selects the module."""
+        return any(is_selected(item, self.layer, name) for name in (self.name, self.own_name))
 
 
 class AttentionModule(NamedTuple):
@@ -99,7 +104,9 @@ def method_at(config: object, name: str | None, location: ModuleLocation) -> Met
     """The method that a config which names it chooses for an attention module; None for exact attention."""
     if name is None or location.window is not None:  # layers with a window stay exact
         return None
-    return settings_of(config, name).for_layer(location.layer, location.name)
+    settings = settings_of(config, name)
+    found = settings.for_layer(location.layer, location.name)
+    return settings.for_layer(location.layer, location.own_name) if found is None and location.own_name else found
 
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
@@ -143,12 +150,17 @@ def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
     return list({id(config): config for config in found}.values())
 
 
-def parts_with_parents(model: PreTrainedModel) -> list[tuple[PreTrainedModel, PreTrainedModel]]:
+def parts_with_parents(model: nn.Module) -> list[tuple[PreTrainedModel, PreTrainedModel]]:
     """The parts of a model that have a config of their own, outermost first, each with the model that holds it."""
     parents: dict[PreTrainedModel, PreTrainedModel] = {}
     for parent in models_in(model):  # the innermost last, which replaces the others
         parents |= dict.fromkeys(models_in(parent)[1:], parent)
     return [(part, parent) for part, parent in parents.items() if part.config is not parent.config]
+
+
+def names_method_itself(part: PreTrainedModel, parent: PreTrainedModel) -> bool:
+    """Whether a part names a method that it does not have from the model that holds it."""
+    return method_of(part.config) not in (None, method_of(parent.config))
 
 
 def exact_name(parts: Iterable[PreTrainedModel]) -> str:
@@ -160,14 +172,18 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     """The modules of a model that compute attention.
 
     Layers count from the innermost model that holds the module, so that they keep their numbers if their model becomes
-    part of another. Names count from `model` without its head, as in `BartModel` of `BartForConditionalGeneration`.
+    part of another. Names count from `model` without its head, as in `BartModel` of `BartForConditionalGeneration`. In
+    a part that names its method itself, they also count from that part, which may have been converted alone.
     """
     head = f"{getattr(model, 'base_model_prefix', '')}."
-    owners: dict[str, tuple[str, PreTrainedModel | None]] = {}
+    themselves = {part for part, parent in parts_with_parents(model) if names_method_itself(part, parent)}
+    owners: dict[str, tuple[str, PreTrainedModel | None, str]] = {}
     found: list[AttentionModule] = []
     for path, module in model.named_modules():
-        prefix, owner = owners.get(path.rpartition(".")[0], ("", None))
-        owners[path] = (path, module) if isinstance(module, PreTrainedModel) else (prefix, owner)
+        prefix, owner, own = owners.get(path.rpartition(".")[0], ("", None, ""))
+        if isinstance(module, PreTrainedModel):
+            prefix, owner, own = path, module, path if module in themselves else own
+        owners[path] = (prefix, owner, own)
         if owner is None or isinstance(module, PreTrainedModel) or not is_attention(module):
             continue
         name = path.removeprefix(prefix).removeprefix(".")
@@ -176,7 +192,9 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
         layer, window = layer_of(module, name), None if is_cross else window_of(module, config)
-        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window)
+        own_head = f"{getattr(model.get_submodule(own), 'base_model_prefix', '')}."
+        own_name = path.removeprefix(f"{own}.").removeprefix(own_head) if own else ""
+        location = ModuleLocation(layer, path.removeprefix(head), is_cross, layer, window, own_name)
         found.append(AttentionModule(module, location, config, owner))
     stacks = {(one.location.layer, stem_of(one.location.name)) for one in found}
     shared: list[Layer | None] = [layer for layer, _ in stacks if isinstance(layer, int)]

@@ -19,7 +19,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.layers import Layer, in_order, is_selected, names_of
+from hf_efficient_attn.integration.layers import Layer, in_order, names_of
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -77,7 +77,7 @@ def parts_to_keep_exact(model: PreTrainedModel, modules: Sequence[models.Attenti
         own = [found for found in modules if found.config is part.config]
         through = [found for found in own if models.uses_interface(type(found.module))]
         chosen = [found for found in own if found.chosen is not None]
-        if name is not None and name != method_of(parent.config):
+        if name is not None and models.names_method_itself(part, parent):
             if not any(models.uses_interface(type(x.module)) for x in modules if x.owner in inside):
                 raise UnsupportedAttentionError(_no_interface(part, name))
         elif name is not None and own and not through:
@@ -157,15 +157,16 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     for found in chosen:
         settings = settings_of(found.config, str(method_of(found.config)))
         selected |= {x: selected.get(x, []) for x in settings.named_layers()}
-        layer, name, methods = found.location.layer, found.location.name, []
+        methods = []
         for entry in settings.entries:
-            items = [x for x in entry.layers or (None,) if x is None or is_selected(x, layer, name)]
+            items = [x for x in entry.layers or (None,) if x is None or found.location.is_selected(x)]
             methods += [entry.config.method] if items else []
             for item in items if models.uses_interface(type(found.module)) else ():
                 selected.setdefault(item, []).append(found)
         if len(methods) > 1:
             raise UnsupportedAttentionError(
-                f"{len(methods)} entries of 'layers' select {name} ({', '.join(methods)}): each layer uses one method"
+                f"{len(methods)} entries of 'layers' select {found.location.name} ({', '.join(methods)}): each layer "
+                "uses one method"
             )
     missing = in_order(layer for layer, group in selected.items() if not group)
     if missing:

@@ -196,6 +196,17 @@ def test_loading_refuses_what_the_whole_model_cannot_run(implementation, layers,
     refuses(message, type(model), transformers.AutoConfig.from_pretrained(tmp_path))
 
 
+@pytest.mark.parametrize(("names", "layer"), [("bert+bert", "encoder.layer.1"), ("vit+trocr", "layers.1")])
+def test_names_in_a_part_that_was_converted_alone_count_from_it(names, layer, tmp_path, calls):
+    model = pair(names)
+    hea.convert(model.encoder, "scatterbrain", layers=[layer], **SMALL["scatterbrain"])
+    ours = output(model, inputs_of(model))
+    model.save_pretrained(tmp_path)
+    calls.clear()
+    assert torch.equal(output(type(model).from_pretrained(tmp_path), inputs_of(model)), ours) and len(calls) == 1
+    refuses("no attention in layers", hea.convert, model, "scatterbrain", layers=["layer.1"])
+
+
 @pytest.mark.parametrize("part", ["vision_model", "text_model"])
 def test_two_towers(part, tmp_path):
     vision, text = transformers.CLIPVisionConfig(**SIZES, **IMAGE), tiny_config("bert")
