@@ -59,9 +59,12 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
         )
     if is_complete:
         _check_layers(kind, chosen)
+    has_encoder = any(found.location.is_selected("encoder") for found in chosen)
     for found in chosen:
         if found.chosen is not None:
-            _check_form(kind, found, found.chosen)
+            is_outside = has_encoder and not found.location.is_selected("encoder")
+            advice = "choose only its encoder (layers=['encoder'])" if is_outside else ""
+            _check_form(kind, found, found.chosen, advice)
 
 
 def parts_to_keep_exact(model: PreTrainedModel, modules: Sequence[models.AttentionModule]) -> list[PreTrainedModel]:
@@ -188,24 +191,22 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
             )
 
 
-def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) -> None:
-    """Refuse a method without the form that a module needs."""
+def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, advice: str) -> None:
+    """Refuse a method without the form that a module needs, with some more advice on what to choose instead."""
     location, attention = found.location, type(found.module)
     is_causal = not location.is_cross and getattr(found.module, "is_causal", None) is True
     adds_bias = method.adds_distance_bias and (method.adds_causal_bias or not is_causal)
     if not location.is_cross and has_distance_bias(attention) and not adds_bias:
         is_decoder = is_causal and method.adds_distance_bias
-        has_encoder = is_decoder and getattr(found.config, "is_encoder_decoder", False)
-        advice = "choose only its encoder (layers=['encoder']), or " if has_encoder else ""
         raise UnsupportedAttentionError(
             f"{kind} adds a bias of relative positions to the scores of its attention "
             f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep"
-            f"{' in causal attention' if is_decoder else ''}: {advice}use "
+            f"{' in causal attention' if is_decoder else ''}: {f'{advice}, or ' if is_decoder and advice else ''}use "
             f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
             f"hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     is_rectangular = getattr(found.module, "is_rectangular", False)
-    check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})")
+    check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
     reads_cache = any(base.__name__ == "DiffusionGemmaDecoderTextAttention" for base in attention.__mro__)
     if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
         others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
@@ -216,7 +217,12 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig) 
 
 
 def check_methods(
-    configs: Iterable[MethodConfig], is_causal: bool, is_rectangular: bool = False, *, model: str = "the model"
+    configs: Iterable[MethodConfig],
+    is_causal: bool,
+    is_rectangular: bool = False,
+    *,
+    model: str = "the model",
+    advice: str = "",
 ) -> None:
     """Refuse methods that do not suit a model, with the names of methods that do."""
     for config in configs:
@@ -224,7 +230,7 @@ def check_methods(
         if is_causal and not config.causal:
             raise UnsupportedAttentionError(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
-                f"{', '.join(methods_with('causal'))}"
+                f"{', '.join(methods_with('causal'))}{advice and f'; or {advice}'}"
             )
         if is_rectangular and config.needs_square:
             raise UnsupportedAttentionError(

@@ -236,3 +236,10 @@ def test_a_model_of_a_user_that_does_not_call_post_init(calls):
         make(["encoder.layer.1"]).text(torch.zeros(1, 9, dtype=torch.long))
     assert len(calls) == 1
     refuses("no attention in layers", make, ["decoder"])
+
+
+def test_the_advice_for_a_method_without_causal_form_works():
+    model = pair("bert+bert")
+    advice = r"is a decoder and nystromformer has no causal form.*; or choose only its encoder \(layers=\['encoder'\]\)"
+    refuses(advice, hea.convert, model, "nystromformer")
+    hea.convert(model, "nystromformer", layers=["encoder"])
