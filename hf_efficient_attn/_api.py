@@ -19,7 +19,7 @@ from hf_efficient_attn.methods import (
     naive_attention,
     register_method,
 )
-from hf_efficient_attn.sdpa import SDPAReplacement, replace_sdpa
+from hf_efficient_attn.sdpa import SDPAReplacement, replace_sdpa, restore_sdpa
 from hf_efficient_attn.training import (
     DistillationOptions,
     FinetuningOptions,
@@ -89,6 +89,7 @@ __all__ = [
     "naive_attention",
     "register_method",
     "replace_sdpa",
+    "restore_sdpa",
     "sequence_parallel",
     "uptraining_preset",
 ]

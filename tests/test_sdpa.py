@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import hf_efficient_attn as hea
 from each import close, refuses
-from hf_efficient_attn.methods import learns
-from hf_efficient_attn.sdpa import _running
+from hf_efficient_attn.evaluation import crossover as measuring
+from hf_efficient_attn.methods import crossover, learns
+from hf_efficient_attn.sdpa.replacement import _running
 from instances import relative_error
 from tiny_models import FIRST, METHODS
 
@@ -58,34 +59,65 @@ PAIRS = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 BIAS = torch.zeros(2, 1, 1, LENGTH).masked_fill(~KEYS[:, None, None], float("-inf"))
 
 
-REPLACED = [{}, {"is_causal": True}, {"scale": 0.2}]
-REPLACED += [
-    {"attn_mask": mask} for mask in (KEYS[:, None, None], KEYS[:, None, None].expand(2, 3, LENGTH, LENGTH), BIAS)
-]
+def added(mask):
+    """The mask that is added to the scores, as some models make it."""
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
 
 
-@pytest.mark.parametrize("options", REPLACED, ids=str)
-def test_calls_that_are_replaced(options, x):
-    plain = model(**options)
+KEYS_OF_PAIRS = KEYS[:, None, None] & torch.ones(LENGTH, 1, dtype=torch.bool)
+REPLACED = {
+    "no mask": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.2},
+    "keys": {"attn_mask": KEYS[:, None, None]},
+    "keys, expanded": {"attn_mask": KEYS[:, None, None].expand(2, 3, LENGTH, LENGTH)},
+    "keys, for each pair": {"attn_mask": KEYS_OF_PAIRS},
+    "keys, added": {"attn_mask": BIAS},
+    "keys, added for each pair and head": {"attn_mask": added(KEYS_OF_PAIRS).repeat(1, 3, 1, 1)},
+    "causal mask": {"attn_mask": PAIRS},
+    "causal mask, added": {"attn_mask": torch.full((LENGTH, LENGTH), float("-inf")).triu(1)},
+    "causal mask with keys": {"attn_mask": PAIRS & KEYS_OF_PAIRS},
+    "causal mask with keys, added": {"attn_mask": added(PAIRS & KEYS_OF_PAIRS)},
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_calls_that_are_replaced(name, x):
+    plain = model(**REPLACED[name])
     exact = plain(x)
     with hea.replace_sdpa(plain, WHOLE, min_length=0) as replacement:
         close(plain(x)[KEYS], exact[KEYS], 1e-4)
     assert {outcome for *_, outcome in replacement.counts} == {"replaced"}
     with hea.replace_sdpa(plain, SMALL, min_length=0):
-        assert 1e-3 < relative_error(plain(x)[KEYS], exact[KEYS]) < 0.5
+        out = plain(x)
+    assert 1e-3 < relative_error(out[KEYS], exact[KEYS]) < 0.5
+    if "causal" in name:  # the causal form, in which no later token matters
+        with hea.replace_sdpa(plain, SMALL, min_length=0):
+            changed = torch.cat((x[:, :40], torch.zeros_like(x[:, 40:])), 1)
+            assert torch.equal(plain(changed)[:, :40], out[:, :40])
     assert torch.equal(plain(x), exact)
 
 
+OTHER_PAIRS = PAIRS.clone()
+OTHER_PAIRS[50, 20] = False
 EXACT = [
-    ("nearfar", {"attn_mask": PAIRS}, "pairs of queries and keys"),
+    ("nearfar", {"attn_mask": OTHER_PAIRS}, "pairs of queries and keys"),
+    ("nearfar", {"attn_mask": PAIRS.mT}, "pairs of queries and keys"),
+    ("nearfar", {"attn_mask": torch.stack((PAIRS, PAIRS, OTHER_PAIRS))}, "pairs of queries and keys"),
     ("nearfar", {"attn_mask": BIAS + 0.5}, "a bias is added"),
+    ("nearfar", {"attn_mask": added(PAIRS) - 0.5}, "a bias is added"),
+    ("nearfar", {"attn_mask": nn.Parameter(torch.zeros(1, LENGTH))}, "a bias is added"),
     ("nystromformer", {"is_causal": True}, "no causal form"),
-    (SMALL, {"min_length": 97}, "fewer than 97 tokens"),
-    ("nearfar", {"min_length": None}, "fewer than"),
+    ("nystromformer", {"attn_mask": PAIRS}, "no causal form"),
+    ("nearfar", {"dropout_p": 1.0}, "all weights are dropped"),
+    (SMALL, {"min_length": 97}, "fewer than 97 tokens (min_length)"),
+    (SMALL, {"min_length": 97, "attn_mask": PAIRS}, "fewer than 97 tokens (min_length)"),
+    ("nearfar", {"min_length": None}, "`hf-efficient-attn crossover --method nearfar`"),
+    ("auto", {"min_length": None}, "`hf-efficient-attn crossover --method nearfar`"),
 ]
 
 
-@pytest.mark.parametrize(("method", "options", "reason"), EXACT, ids=str)
+@pytest.mark.parametrize(("method", "options", "reason"), EXACT, ids=[f"{x[0]}-{i}" for i, x in enumerate(EXACT)])
 def test_calls_that_stay_exact(method, options, reason, x):
     options = {"min_length": 0, **options}
     min_length = options.pop("min_length")
@@ -96,15 +128,106 @@ def test_calls_that_stay_exact(method, options, reason, x):
     assert reason in replacement.report() and {name for name, *_ in replacement.counts} == {"0", "1"}
 
 
-@pytest.mark.parametrize("mask", ["none", "padding", "causal", "causal padding", "pairs", "weights"])
-def test_multi_head_attention(mask, x):
+class Tagged(torch.Tensor):
+    """A subclass without methods of its own, as torchvision's `Image` is one."""
+
+
+def nested(layout):
+    tensors = [torch.randn(n, 3, 8, generator=torch.Generator().manual_seed(n)) for n in (40, 60)]
+    if layout == torch.strided:
+        return torch.nested.nested_tensor([x.transpose(0, 1) for x in tensors], layout=layout)
+    return torch.nested.nested_tensor(tensors, layout=layout).transpose(1, 2)
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2))
+
+
+OTHERS = {
+    "jagged": (3 * [nested(torch.jagged)], "nested"),
+    "nested": (3 * [nested(torch.strided)], "nested"),
+    "subclass": (3 * [random(2, 3, LENGTH, 8).as_subclass(Tagged)], "another subclass"),
+    "mask of a subclass": (
+        [*3 * [random(2, 3, LENGTH, 8)], KEYS[:, None, None].as_subclass(Tagged)], "another subclass"
+    ),
+    "meta": (3 * [torch.empty(2, 3, LENGTH, 8, device="meta")], "meta device"),
+    "one head of values": ([*2 * [random(2, 3, LENGTH, 8)], random(2, 1, LENGTH, 8)], "heads are broadcast"),
+    "one head": ([random(2, 3, LENGTH, 8), *2 * [random(2, 1, LENGTH, 8)]], "heads are broadcast"),
+    "one sequence of keys": ([random(2, 3, LENGTH, 8), *2 * [random(1, 3, LENGTH, 8)]], "with one B"),
+    "no batch": (3 * [random(3, LENGTH, 8)], "with one B"),
+}  # fmt: skip
+
+
+class Call(nn.Module):
+    def forward(self, *tensors):
+        return F.scaled_dot_product_attention(*tensors)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_tensors_that_no_method_takes(name):
+    tensors, reason = OTHERS[name]
+    layer = Call()
+    exact = layer(*tensors)
+    for min_length in (0, 1000):
+        with hea.replace_sdpa(layer, "nearfar", min_length=min_length) as replacement:
+            out = layer(*tensors)
+        assert type(out) is type(exact) and out.layout == exact.layout and out.device == exact.device
+        for one, other in zip(out.unbind(), exact.unbind(), strict=True):
+            assert one.is_meta or torch.equal(one, other)
+        assert reason in replacement.report()
+
+
+def test_a_transform_does_not_show_the_values_of_a_mask():
+    layer, q = Call(), random(3, 2, 3, LENGTH, 8)
+    masks = torch.zeros(3, 2, 1, 1, LENGTH)
+    exact = torch.func.vmap(lambda q, mask: layer(q, q, q, mask))(q, masks)
+    with hea.replace_sdpa(layer.eval(), SMALL, min_length=0) as replacement:
+        torch.testing.assert_close(torch.func.vmap(lambda q, mask: layer(q, q, q, mask))(q, masks), exact)
+    assert "values of the mask" in replacement.report()
+
+
+def test_whether_a_call_is_replaced_does_not_depend_on_the_batch():
+    """Without min_length, where larger calls gain earlier."""
+    layer = Call()
+    crossover.use_measured(lambda method, device: {"float32": crossover.Crossover(1300, 700)})
+    try:
+        with hea.replace_sdpa(layer, "nearfar") as replacement:
+            for batch in (1, 64):
+                layer(*3 * [random(batch, 1, 1000, 8)])
+    finally:
+        measuring.register()
+    assert len({outcome for *_, outcome in replacement.counts}) == 1 and len(replacement.counts) == 2
+
+
+def test_hyperparameters(x):
+    plain = model()
+    with hea.replace_sdpa(plain, "nearfar", min_length=0, block_size=16, num_samples=16):
+        out = plain(x)
+    with hea.replace_sdpa(plain, SMALL, min_length=0):
+        assert torch.equal(plain(x), out)
+    with hea.replace_sdpa(plain, WHOLE, min_length=0, block_size=16, num_samples=16) as replacement:
+        assert torch.equal(plain(x), out)
+    assert replacement.config == SMALL
+    refuses("unknown hyperparameter 'layers'", hea.replace_sdpa, plain, "nearfar", layers=[0])
+
+
+MASKS = ["none", "padding", "causal", "causal padding", "mask", "mask padding", "mask of heads", "pairs", "weights"]
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("mask", MASKS)
+def test_multi_head_attention(mask, is_added, x):
+    """`mask` is a causal one, as a tensor."""
     torch.manual_seed(0)
     layer = nn.MultiheadAttention(24, 3, batch_first=True).eval()
     options = {"need_weights": mask == "weights"}
+    form = added if is_added else lambda mask: ~mask
     if "padding" in mask:
-        options["key_padding_mask"] = ~KEYS
-    if "causal" in mask or mask == "pairs":
-        options |= {"attn_mask": ~PAIRS, "is_causal": "causal" in mask}
+        options["key_padding_mask"] = form(KEYS)
+    if "causal" in mask or "mask" in mask or mask == "pairs":
+        pairs = form(OTHER_PAIRS if mask == "pairs" else PAIRS)
+        pairs = pairs.repeat(6, 1, 1) if "heads" in mask else pairs
+        options |= {"attn_mask": pairs, "is_causal": "causal" in mask}
     exact = layer(x, x, x, **options)
     with hea.replace_sdpa(layer, WHOLE, min_length=0) as replacement:
         out = layer(x, x, x, **options)
@@ -180,16 +303,33 @@ def test_gradient_checkpointing_computes_the_same_again(x):
     close(*gradients, 1e-5)
 
 
-def test_copies_and_files_keep_the_replacement(x):
+def test_copies_and_files_keep_the_replacement_until_it_is_ended(x):
     plain = model()
+    exact, inner = plain(x), plain[0](x)
     hea.replace_sdpa(plain, SMALL, min_length=0)
     out = plain(x)
     file = io.BytesIO()
     torch.save(plain, file)
     file.seek(0)
-    for other in (copy.deepcopy(plain), torch.load(file, weights_only=False)):
+    copies = [copy.deepcopy(plain), torch.load(file, weights_only=False), copy.deepcopy(copy.deepcopy(plain))]
+    for other in copies:
         assert torch.equal(other(x), out)
+        refuses("hea.restore_sdpa", hea.convert, other, "sdpa")
+        assert hea.restore_sdpa(other) is other
+        assert torch.equal(other(x), exact) and not any(hooks_of(other))
+        refuses("no Transformers model", hea.convert, other, "sdpa")
+    part = hea.restore_sdpa(copy.deepcopy(plain[0]))
+    assert torch.equal(part(x), inner) and not any(hooks_of(part))
+    assert torch.equal(plain(x), out)
     assert plain.state_dict().keys() == model().state_dict().keys()
+    hea.replace_sdpa(plain[0], "longformer", min_length=0)
+    assert torch.equal(hea.restore_sdpa(plain)(x), exact) and not any(hooks_of(plain))
+    refuses("give a torch", hea.restore_sdpa, "model")
+
+
+def hooks_of(model):
+    for module in model.modules():
+        yield from (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called)
 
 
 def test_failed_calls_and_other_threads_and_models(x):
@@ -205,9 +345,73 @@ def test_failed_calls_and_other_threads_and_models(x):
     assert torch.equal(results[0], out) and torch.equal(results[1], exact)
 
 
-def test_compiles(x):
+def whole(plain, backend="eager", **options):
+    return torch.compile(plain, fullgraph=True, backend=backend, **options)
+
+
+def in_place(plain):
+    plain.compile(fullgraph=True, backend="eager")
+    return plain
+
+
+def part(plain):
+    plain[0] = whole(plain[0])
+    return plain
+
+
+def part_in_place(plain):
+    in_place(plain[0])
+    return plain
+
+
+@pytest.mark.parametrize("order", ["replaced first", "compiled first", "compiled and run first"])
+@pytest.mark.parametrize("compiles", [whole, in_place, part, part_in_place])
+def test_compiled_models(compiles, order, x):
+    """The replacement begins and ends in compiled models, too, and the report names their calls."""
     plain = model(is_causal=True)
-    hea.replace_sdpa(plain, SMALL, min_length=0)
-    out = plain(x)
-    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    exact = plain(x)
+    with hea.replace_sdpa(plain, SMALL, min_length=0):
+        out = plain(x)
+    if order == "replaced first":
+        replacement = hea.replace_sdpa(plain, SMALL, min_length=0)
+        compiled = compiles(plain)
+    else:
+        compiled = compiles(plain)
+        if order == "compiled and run first":
+            torch.testing.assert_close(compiled(x), exact)
+        replacement = hea.replace_sdpa(compiled, SMALL, min_length=0)
     torch.testing.assert_close(compiled(x), out)
+    torch.testing.assert_close(compiled(x), out)
+    is_part = compiles in (part, part_in_place)
+    assert replacement.traced == [("0", "replaced"), ("1", "replaced")][: 1 if is_part else 2]
+    assert [(key[0], n) for key, n in replacement.counts.items()] == [("1", 2)] * is_part
+    assert "in a graph, calls not counted: 0: replaced" in replacement.report()
+    replacement.remove()
+    torch.testing.assert_close(compiled(x), exact)
+
+
+def test_graphs_of_any_length_and_mask(x):
+    """Without `min_length`, too, and the report says what a graph does not show."""
+    plain = model(attn_mask=PAIRS)
+    replacement = hea.replace_sdpa(plain, SMALL, min_length=0)
+    whole(plain)(x)
+    assert "exact, because the values of the mask" in replacement.report()
+    layer = Attention().eval()
+    compiled = whole(layer, dynamic=True)
+    for min_length, outcome in ((0, "replaced"), (None, "exact, because fewer than")):
+        with hea.replace_sdpa(layer, SMALL, min_length=min_length) as replacement:
+            for rows in (x, x[:1, :50]):
+                torch.testing.assert_close(compiled(rows), layer(rows))
+        assert len(replacement.traced) == 1 and replacement.traced[0][1].startswith(outcome)
+
+
+def test_gradients_of_a_compiled_model(x):
+    plain, gradients = model(is_causal=True), []
+    hea.replace_sdpa(plain, SMALL, min_length=0)
+    for call in (plain, whole(plain, "aot_eager")):
+        gradients += torch.autograd.grad(call(x).square().sum(), plain[0].qkv.weight)
+    close(*gradients, 1e-5)
+
+
+def test_torchscript_is_refused(x):
+    refuses("does not run Python", hea.replace_sdpa, torch.jit.trace(model(), x), SMALL)

@@ -16,6 +16,7 @@ from hf_efficient_attn.integration.positions import PositionTable, position_offs
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
+from hf_efficient_attn.sdpa import replacements_of
 
 
 def convert(
@@ -43,10 +44,15 @@ def convert(
         The same model.
 
     Raises:
-        UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, or the model does not support the
-            method.
+        UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, the model does not support the
+            method, or it shall be exact and has a replacement of `hea.replace_sdpa`.
     """
     settings = choice_of(method_or_config, layers, hyperparameters)
+    if settings is None and isinstance(model, nn.Module) and replacements_of(model):
+        raise UnsupportedAttentionError(
+            f"hea.replace_sdpa computes the attention of this model, so that it would not be exact with "
+            f"{method_or_config!r}: end that first with hea.restore_sdpa(model)"
+        )
     roots = transformers_models(model)
 
     def change_configs() -> None:

@@ -66,6 +66,7 @@ class ApproxKMVConfig(MethodConfig):
     paper_url = "https://arxiv.org/abs/2507.23539"
     near = "keys found by hashing"
     far = "samples of the rest, as many as the error bound needs"
+    cost = 3.0
 
     error_percent: int = option(
         30, "Error eps of the products with the kernel, in percent of |x|. Used if num_samples is 0.", minimum=1

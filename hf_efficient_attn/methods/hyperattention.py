@@ -31,6 +31,7 @@ class HyperAttentionConfig(SampledKeysConfig):
     paper_url = "https://arxiv.org/abs/2310.05869"
     near = "LSH blocks or a window"
     far = "keys sampled uniformly"
+    cost = 0.5
 
 
 register_sampled_keys(HyperAttentionConfig)

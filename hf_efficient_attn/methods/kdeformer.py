@@ -54,6 +54,7 @@ class KDEformerConfig(SampledKeysConfig):
     far = "keys sampled by estimated norm"
     default_rank = 30
     default_variants = ({"near_field": "window"}, {})
+    cost = 0.6
 
     column_scores: str = option(
         "probe",

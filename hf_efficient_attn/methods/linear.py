@@ -38,6 +38,7 @@ class LinearConfig(EluFeatures):
     paper_url = "https://arxiv.org/abs/2006.16236"
     near = "none, or a window"
     far = "elu(x) + 1 or learned features"
+    cost = 0.2
 
     window_size: int = option(
         0,

@@ -40,6 +40,7 @@ class LongformerConfig(MethodConfig):
     far = "none, or a few global tokens"
     default_rank = 20
     default_for = ("calibrate",)
+    cost = 0.4
 
     window_size: int = option(256, "Keys that a query attends to on each side (causal: on the left only).", minimum=0)
     global_tokens: int = option(

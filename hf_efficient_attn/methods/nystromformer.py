@@ -57,6 +57,7 @@ class NystromformerConfig(MethodConfig):
     near = "none"
     far = "segment means as landmarks"
     default_rank = 10
+    cost = 0.2
 
     num_landmarks: int = option(
         64, "Number of landmarks. Each is the mean query and the mean key of a segment of tokens.", minimum=1

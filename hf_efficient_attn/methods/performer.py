@@ -32,6 +32,7 @@ class PerformerConfig(FavorFeatures):
     paper_url = "https://arxiv.org/abs/2009.14794"
     near = "none"
     far = "FAVOR+ random features"
+    cost = 0.5
 
     seed: int = option(
         0, "Seed of the features, or of the initial maps. In training FAVOR+ is redrawn in every call.", minimum=0

@@ -48,6 +48,7 @@ class ReformerConfig(MethodConfig):
     paper_url = "https://arxiv.org/abs/2001.04451"
     near = "chunks of equal hashes, in several rounds"
     far = "none"
+    cost = 0.4
 
     block_size: int = option(64, "Queries of a chunk. In each round they attend to 2 * block_size keys.", minimum=1)
     num_hashes: int = option(2, "Number of rounds. Each has its own hash.", minimum=1)

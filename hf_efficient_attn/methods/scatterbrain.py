@@ -53,6 +53,7 @@ class ScatterbrainConfig(MethodConfig):
     paper_url = "https://arxiv.org/abs/2110.15343"
     near = "a block of positions or of a hash"
     far = "FAVOR+ random features"
+    cost = 0.4
 
     block_size: int = option(128, "Keys that each query attends to exactly: the near field.", minimum=1)
     num_features: int = option(

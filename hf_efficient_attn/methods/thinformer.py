@@ -57,6 +57,7 @@ class ThinformerConfig(MethodConfig):
     paper_url = "https://arxiv.org/abs/2502.12063"
     near = "none"
     far = "keys selected by kernel halving"
+    cost = 0.8
 
     num_samples: int = option(256, "Keys that are kept. Each query attends to all of them.", minimum=1)
     seed: int = option(0, "Seed of the halving.", minimum=0)

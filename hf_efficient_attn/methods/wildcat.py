@@ -53,6 +53,7 @@ class WildCatConfig(MethodConfig):
     paper_url = "https://arxiv.org/abs/2602.10056"
     near = "none"
     far = "a coreset of keys with Nystrom weights"
+    cost = 0.75
 
     num_samples: int = option(256, "Keys in the coreset.", minimum=1)
     num_candidates: int = option(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
@@ -56,6 +56,20 @@ def replaced_in_graphs(replacement: Callable[..., Any]) -> Callable[[_Function],
 
 def nothing(*_: Any, **__: Any) -> None:
     """Do nothing. With `replaced_in_graphs`, a graph leaves out a check of values or a warning."""
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether a tensor is of PyTorch's own class and not nested, or stands for such a tensor in a graph."""
+    if type(x) in (Tensor, torch.nn.Parameter):
+        return not x.is_nested
+    return is_compiling() and not is_traceable_wrapper_subclass(x)
+
+
+@replaced_in_graphs(lambda x: False)
+def has_values(x: Tensor) -> bool:
+    """Whether the values of a tensor can be read: not in graphs, those of CUDA included, and transforms."""
+    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return not is_captured and not in_transform(x)
 
 
 def refuse_in_graphs(sentence: str) -> None:

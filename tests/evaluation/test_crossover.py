@@ -117,6 +117,45 @@ def test_built_in_lengths_serve_until_a_machine_is_measured(cache):
     assert set(crossover.built_in_table("cuda")) == set(built_in)
 
 
+def length_of(method, num_heads=16, head_dim=64, is_causal=False, device=CPU, **hyperparameters):
+    config = measuring.make_config(method, **hyperparameters)
+    return crossover.crossover_of(
+        config, num_heads, head_dim, dtype=torch.float32, is_causal=is_causal, device=torch.device(device)
+    )
+
+
+def test_built_in_lengths_depend_on_method_hyperparameters_and_head_dim():
+    nearfar, kdeformer = length_of("nearfar"), length_of("kdeformer")
+    assert nearfar == length_of("auto") == crossover.built_in_table("cpu")["float32"].large
+    order = ["linear", "longformer", "kdeformer", "thinformer", "nearfar", "approx_kmv"]
+    assert sorted(order, key=length_of) == order and length_of("approx_kmv") > 2 * nearfar > 3 * kdeformer
+    assert length_of("kdeformer", near_field="window") == pytest.approx(0.8 * kdeformer, rel=0.01)
+    assert length_of("kdeformer", block_size=768) == pytest.approx(2 * kdeformer, rel=0.01)
+    assert length_of("kdeformer", block_size=16) == kdeformer  # its small operations take as long
+    assert length_of("linear", feature_map="hedgehog") == length_of("linear")
+    assert length_of("kdeformer", head_dim=128, num_heads=8) == kdeformer
+    assert 1.2 * kdeformer < length_of("kdeformer", head_dim=32, num_heads=32) < 1.5 * kdeformer
+    assert length_of("kdeformer", is_causal=True) < 0.7 * length_of("nearfar", is_causal=True)
+    # The costs are those of processors.
+    assert length_of("kdeformer", device="xpu") == crossover.built_in_table("xpu")["float32"].large
+    assert length_of("approx_kmv", device="xpu") > 2 * length_of("kdeformer", device="xpu")
+
+
+def test_a_picture_of_768_pixels_is_long_enough():
+    """README's case: 2,305 tokens, 3 heads of 64."""
+    assert length_of("kdeformer", num_heads=3) < 2305 < length_of("nearfar", num_heads=3)
+
+
+def test_measured_lengths_are_those_of_the_default_hyperparameters(cache):
+    measuring.store_crossover("kdeformer", CPU, {"float32": Crossover(1000, 1000)})
+    assert length_of("kdeformer") == 1000
+    assert length_of("kdeformer", near_field="window") == 800
+    assert length_of("kdeformer", block_size=768) == 2000
+    assert length_of("kdeformer", is_causal=True) != 1000  # not in the file
+    measuring.store_crossover("nearfar", CPU, {"float32": Crossover(3000, 3000)})
+    assert length_of("nearfar") == length_of("auto") == 3000
+
+
 def test_measured_lengths_are_used(cache, monkeypatch):
     """The measured lengths depend on the method, the kind of call, and the machine."""
     before = look_up()

@@ -73,6 +73,9 @@ class MethodConfig:
         default_for: the uses of a default method: "compare", the command `benchmark`; "demo", the command `demo`; and
             "calibrate", the command `analyze` and `hea.calibrate`.
         default_variants: the hyperparameters of each variant of the method that the commands compare by default.
+        cost: the time of a call with many tokens on a processor, relative to nearfar, both with default
+            hyperparameters. Until a machine is measured, the length from which on a method is taken to be faster than
+            exact attention is in proportion to it. Rather too high than too low, so that a vain attempt costs little.
         switches_to: for a method that is exact up to a length and beyond it computes another method, the name of the
             other method, whose crossover determines the length. Empty: the method does not switch.
         summary: what the method computes, in one line.
@@ -106,6 +109,7 @@ class MethodConfig:
     default_rank: ClassVar[int | None] = None
     default_for: ClassVar[tuple[str, ...]] = ("compare", "calibrate")
     default_variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+    cost: ClassVar[float] = 1.0
     switches_to: ClassVar[str] = ""
     summary: ClassVar[str]
     paper_url: ClassVar[str] = ""
@@ -180,6 +184,12 @@ class MethodConfig:
     def exact_length(self) -> int:
         """The number of keys up to which the output is exact attention; 0 if the method differs at every length."""
         return sum(getattr(self, name) for name in self.exact_budget)
+
+    @property
+    def relative_cost(self) -> float:
+        """`cost` with these hyperparameters. A larger budget costs more in proportion, and a smaller one as much."""
+        default = type(self)().exact_length
+        return self.cost * max(1.0, self.exact_length / default if default else 1.0)
 
     @property
     def needs_square(self) -> bool:

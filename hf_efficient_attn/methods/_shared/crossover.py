@@ -16,8 +16,15 @@ from typing import NamedTuple
 
 import torch
 
+from hf_efficient_attn.methods._shared.config import MethodConfig
+from hf_efficient_attn.methods._shared.registry import make_config
+
 # The values of B * H * D at which lengths are measured: 2 and 16 heads of 64.
 SMALL_DIM, LARGE_DIM = 128, 1024
+# Their head_dim. With a smaller one methods gain later: some of their work, such as choosing landmarks, does not depend
+# on it. On a Xeon with AMX nearfar gains 1.28 times as late with 32, and 1.12 times with 128; kdeformer 1.11 and .97
+# times; longformer .94 and 1.15 times (one thread, float32).
+_HEAD_DIM, _HEAD_POWER = 64, 0.4
 # A length that no sequence has: the method is not faster at any length.
 NEVER = 2**31 - 1
 
@@ -53,10 +60,12 @@ class Crossover(NamedTuple):
 # Maps names of dtype and causality to lengths.
 Table = Mapping[str, Crossover]
 
-# The lengths of processors are rounded from nearfar on two idle cores of a Zen 5 with two threads, as measured by
-# `hf-efficient-attn crossover`. The causal lengths are from a Zen 4, where nearfar is 1.1 times as fast as exact
-# attention with 8,192 tokens. For other devices these are lengths at which a vain attempt costs little on an NVIDIA
-# H100, where exact attention is very fast.
+# The lengths of nearfar; those of others follow from `MethodConfig.cost`, which is above the ratio of the lengths of a
+# method and of nearfar on a Xeon with AMX (one thread, float32, bfloat16 and causal, 2 and 16 heads). The lengths of
+# processors are rounded from nearfar on two idle cores of a Zen 5 with two threads, as measured by `hf-efficient-attn
+# crossover`. The causal lengths are from a Zen 4, where nearfar is 1.1 times as fast as exact attention with 8,192
+# tokens. For other devices these are lengths at which a vain attempt costs little on an NVIDIA H100, where exact
+# attention is very fast.
 _BUILT_IN = {
     "cpu": {
         "float32": Crossover(2688, 2688),
@@ -81,6 +90,7 @@ def use_measured(measured: Callable[[str, torch.device], Table | None]) -> None:
     """Take lengths from the tables that `measured(method, device)` returns. Another call asks for them again."""
     _MEASURED[:] = [measured]
     _kept_length.cache_clear()
+    _length_of.cache_clear()
 
 
 def table_key(dtype: torch.dtype, is_causal: bool) -> str:
@@ -122,5 +132,36 @@ def _kept_length(
     method: str, device: torch.device, key: str, total_dim: int, relative_cost: float, num_threads: int
 ) -> int:
     """Find the length. It is kept, because finding it takes as long as much of a short exact attention."""
-    table = (_MEASURED[0](method, device) if _MEASURED else None) or {}
-    return (table.get(key) or built_in_table(device.type)[key]).at(total_dim, relative_cost)
+    row = _measured_row(method, device, key) or built_in_table(device.type)[key]
+    return row.at(total_dim, relative_cost)
+
+
+def _measured_row(method: str, device: torch.device, key: str) -> Crossover | None:
+    table = _MEASURED[0](method, device) if _MEASURED else None
+    return None if table is None else table.get(key)
+
+
+def crossover_of(
+    config: MethodConfig, num_heads: int, head_dim: int, *, dtype: torch.dtype, is_causal: bool, device: torch.device
+) -> int:
+    """Compute `crossover_length` for a config and its hyperparameters, in calls with `num_heads` heads of a sequence.
+
+    The number of sequences does not matter, so that a sequence has the same output in any batch.
+    """
+    return _length_of(config, num_heads, head_dim, table_key(dtype, is_causal), device, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=256)
+def _length_of(
+    config: MethodConfig, num_heads: int, head_dim: int, key: str, device: torch.device, num_threads: int
+) -> int:
+    """Find the length, and keep it as `_kept_length` does."""
+    config = make_config(config.switches_to or config)
+    cost = config.relative_cost
+    row = _measured_row(config.method, device, key)
+    if row is not None:  # with the default hyperparameters
+        cost /= make_config(config.method).relative_cost
+    elif device.type != "cpu":  # `cost` is that on processors
+        cost = max(1.0, cost)
+    row = row or built_in_table(device.type)[key]
+    return row.at(num_heads * head_dim, cost * max(1.0, _HEAD_DIM / max(1, head_dim)) ** _HEAD_POWER)
