@@ -109,8 +109,8 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
     """Find a checkpoint, and check every file of it that will be used. `load_model` builds the model from the result.
 
     `source` is a folder, also one of the hub's cache, or the id of a model on the Hugging Face hub, whose safetensors,
-    JSON and tokenizer files are downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is read, with weights_only=True,
-    if there are no safetensors.
+    JSON and tokenizer files are downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is
+    read, with weights_only=True, if there are no safetensors.
 
     Raises:
         UnsupportedAttentionError: There is no such checkpoint, one of its files is missing or damaged, a link or a

@@ -81,7 +81,7 @@ def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
     values = values.get("calibrated", values)
     if values is None:
         raise UnsupportedAttentionError(f"--config {path}: no method kept the limit: run `analyze` with a larger one")
-    if "model_type" not in values:
+    if not isinstance(values, dict) or "model_type" not in values:
         return EfficientAttentionConfig.from_dict(values)
     method, stored = values.get("attn_implementation"), values.get("efficient_attention")
     if stored is None or isinstance(method, dict):
