@@ -104,6 +104,8 @@ class Output:
                 f"another conversion to {shown(str(self.path))} is running, or was killed: in that case delete "
                 f"{self._draft}"
             ) from error
+        except OSError as error:  # without the name of the draft
+            raise OSError(f"the output {shown(str(self.path))} cannot be written: {error.strerror}") from error
         try:
             with naming_errors(f"the output {shown(str(self.path))}", "; nothing of it was kept"):
                 yield self._draft

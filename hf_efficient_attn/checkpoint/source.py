@@ -51,6 +51,8 @@ _REPLACED = (
     "training_args.bin",
 )  # fmt: skip
 _DOWNLOADED = ["*.safetensors", "LICENSE*", "LICENCE*", "NOTICE*", *(f"*{suffix}" for suffix in _WANTED)]
+# Beginning of the folder of a model in the hub's cache.
+_CACHED = "models--"
 _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 # The file of a conversion with the origin of its checkpoint, and keys in it.
 FILE = "efficient_attention.json"
@@ -106,9 +108,9 @@ class CheckedSource:
 def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = False) -> CheckedSource:
     """Find a checkpoint, and check every file of it that will be used. `load_model` builds the model from the result.
 
-    `source` is a folder, or the id of a model on the Hugging Face hub, whose safetensors, JSON and tokenizer files are
-    downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is read, with weights_only=True,
-    if there are no safetensors.
+    `source` is a folder, also one of the hub's cache, or the id of a model on the Hugging Face hub, whose safetensors,
+    JSON and tokenizer files are downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is
+    read, with weights_only=True, if there are no safetensors.
 
     Raises:
         UnsupportedAttentionError: There is no such checkpoint, one of its files is missing or damaged, a link or a
@@ -122,9 +124,13 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
         is_folder, exists = bool(text) and folder.is_dir(), bool(text) and os.path.lexists(text)
     if exists and not is_folder:
         raise UnsupportedAttentionError(f"{shown(text)} is a file; give the folder that holds config.json")
+    hub_id = None if exists else text
     if not exists:
         folder = _download(text, allow_pickle)
         inside = folder.parent.parent  # where the hub's cache has the blobs to which the files of a snapshot are links
+    elif (snapshot := _snapshot_of(folder)) is not None:
+        inside = snapshot.parent.parent
+        hub_id = inside.name.removeprefix(_CACHED).replace("--", "/") if snapshot == folder else None
     if not os.path.lexists(folder / "config.json"):
         raise UnsupportedAttentionError(
             f"{shown(text)} holds no config.json, so it is not a checkpoint of Transformers; if modules.json of "
@@ -139,8 +145,16 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
         config = _checked_config(values, removed)
     files = dict(_other_files(folder, inside, {*_REPLACED, *(path.name for path in weights)}))
     companions, left_out = (tuple(name for name, used in files.items() if used is wanted) for wanted in (True, False))
-    hub_id = None if exists else text
     return CheckedSource(folder, inside, hub_id, config, tuple(sorted(removed)), weights, companions, left_out)
+
+
+def _snapshot_of(folder: pathlib.Path) -> pathlib.Path | None:
+    """The snapshot in the hub's cache that a folder is, or is in: models--ORG--NAME/snapshots/REVISION; or None."""
+    for path in (folder, *folder.parents):
+        root = path.parent.parent
+        if path.parent.name == "snapshots" and root.name.startswith(_CACHED) and (root / "blobs").is_dir():
+            return path
+    return None
 
 
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:

@@ -24,7 +24,10 @@ _PERPLEXITY = {
     "masked-lm": "the exponential of the mean loss of the masked tokens",
 }
 
-_data = 'Text (.txt, .jsonl with "text", or gzipped), or a folder or zip file of pictures.'
+_data = (
+    'A text (.txt, .jsonl with "text", or gzipped), or a folder of texts; or a folder or zip file of pictures. '
+    "Repeatable: inputs come from all texts in turn."
+)
 _methods = (
     "NAME or NAME:key=value; repeated or separated by commas. [default: the method of a converted checkpoint, or else "
     f"{common.DEFAULT_METHODS}]"
@@ -40,7 +43,7 @@ _new_tokens = (
 )
 _card = "Write them into SOURCE, a converted folder, and update its model card."
 
-Data = Annotated[pathlib.Path, typer.Option("--data", metavar="FILE", help=_data)]
+Data = Annotated[list[pathlib.Path], typer.Option("--data", metavar="FILE", help=_data)]
 
 
 @common.command(
@@ -52,7 +55,7 @@ def benchmark(
     methods: Annotated[list[str], common.names_option(_methods)] = [],  # noqa: B006 (typer copies it)
     lengths: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_lengths)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
-    data: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_data)] = None,
+    data: Annotated[list[pathlib.Path], typer.Option(metavar="FILE", show_default=False, help=_data)] = [],  # noqa: B006
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Inputs of a forward pass.")] = 1,
     rows: Annotated[int | None, typer.Option(metavar="N", min=1, show_default=False, help=_rows)] = None,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, help="Measurements of each time.")] = 3,

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 
 _method = "A method, as listed by `methods`, or sdpa for exact attention."
-_config = "Instead of --method: JSON with the methods of the layers, or analysis.json of `analyze`."
+_config = (
+    "Instead of --method: JSON with the methods of the layers, analysis.json of `analyze`, or config.json of a "
+    "converted checkpoint."
+)
 _max_length = (
     "Let the result take N tokens: repeat a shorter position table, and raise the limits of the tokenizer and of "
     "sentence-transformers."
@@ -70,7 +73,7 @@ def convert(
 
 
 def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
-    """The settings in a file: those of `efficient_attention`, or the result of `analyze`."""
+    """The settings in a file: those of `efficient_attention`, a model's config, or the result of `analyze`."""
     from hf_efficient_attn.integration.settings import EfficientAttentionConfig
     from hf_efficient_attn.io.json import read_json_object
 
@@ -78,7 +81,16 @@ def _read_settings(path: pathlib.Path) -> "EfficientAttentionConfig":
     values = values.get("calibrated", values)
     if values is None:
         raise UnsupportedAttentionError(f"--config {path}: no method kept the limit: run `analyze` with a larger one")
-    return EfficientAttentionConfig.from_dict(values)
+    if not isinstance(values, dict) or "model_type" not in values:
+        return EfficientAttentionConfig.from_dict(values)
+    method, stored = values.get("attn_implementation"), values.get("efficient_attention")
+    if stored is None or isinstance(method, dict):
+        problem = "no method" if stored is None else "methods for parts of a model, which convert cannot take"
+        raise UnsupportedAttentionError(
+            f"--config {path}: this config of a model names {problem}: give config.json of a converted checkpoint "
+            "without parts, analysis.json of `analyze`, or JSON with the methods of the layers"
+        )
+    return EfficientAttentionConfig.from_dict(stored, method and str(method).rpartition(":")[2])
 
 
 def parse_method(method: str, setting: list[str]) -> "tuple[str | EfficientAttentionConfig, dict[str, Any] | None]":

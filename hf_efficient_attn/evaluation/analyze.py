@@ -25,7 +25,7 @@ from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.evaluation import calibration
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
-from hf_efficient_attn.evaluation.data import ModelData, allow_length
+from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
@@ -198,7 +198,7 @@ def _matrix_properties(call: Call) -> dict[str, Tensor]:
 
 def analyze_checkpoint(
     source: "str | pathlib.Path",
-    data: "str | pathlib.Path",
+    data: Files,
     *,
     length: int | None = None,
     rows: int = TEXT_ROWS,
@@ -206,7 +206,7 @@ def analyze_checkpoint(
     allow_pickle: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """`analyze` the model of a checkpoint on `rows` inputs of a file as in `data.ModelData`, with options of `analyze`.
+    """`analyze` the model of a checkpoint on `rows` inputs of data as in `data.ModelData`, with options of `analyze`.
 
     `source` is a folder or hub id, and `device` where PyTorch computes, by default the CPU. With `allow_pickle` weights
     in a .bin file may be read. A converted checkpoint is analyzed with exact attention. Pictures are resized to
@@ -223,7 +223,7 @@ def analyze_checkpoint(
     if own_settings(model) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
-    inputs = ModelData(model, checked.folder, pathlib.Path(data), longest=wanted, rows=rows, shorter=length is None)
+    inputs = ModelData(model, checked.folder, data, longest=wanted, rows=rows, shorter=length is None)
     if not inputs.is_image:
         wanted = inputs.longest
     elif length is None:

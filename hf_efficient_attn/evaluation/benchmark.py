@@ -24,7 +24,7 @@ from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.evaluation.capture import takes_pictures
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
-from hf_efficient_attn.evaluation.data import DOCUMENTATION, ModelData, allow_length, is_encoder_decoder, task_of
+from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.integration.configs import method_of, settings_of
@@ -53,7 +53,7 @@ def benchmark_checkpoint(
     methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None" = None,
     lengths: Sequence[int] | None = None,
     *,
-    data: "str | pathlib.Path | None" = None,
+    data: Files | None = None,
     procedure: Procedure | None = None,
     execution: Execution | None = None,
     allow_pickle: bool = False,
@@ -112,9 +112,8 @@ def benchmark_checkpoint(
         model.to(procedure.device, procedure.dtype)
         if lengths:
             timing.check_memory(model, longest, procedure.batch)
-        file = None if data is None else pathlib.Path(data)
         wanted = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
-        inputs = ModelData(model, checked.folder, file, longest=longest, rows=wanted, shorter=lengths is None)
+        inputs = ModelData(model, checked.folder, data, longest=longest, rows=wanted, shorter=lengths is None)
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)

@@ -9,8 +9,8 @@ import inspect
 import math
 import pathlib
 import pydoc_data.topics
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,15 +24,16 @@ from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
-from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of
+from hf_efficient_attn.evaluation.texts import read_texts, tokens_of
+from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens
 
+# Files and folders with inputs: one or several.
+Files: TypeAlias = str | pathlib.Path | Sequence[pathlib.Path]
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
 # In the inputs of a masked language model, one of this many tokens is masked.
 _MASK_INTERVAL = 7
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
-# Characters of a text that are tokenized per token that is needed: a token has about four.
-_CHARACTERS_PER_TOKEN = 16
 _TOKENIZER_FILES = (
     "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
@@ -97,13 +98,18 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
     return f"The model {extension}. Results are compared with exact attention at the same length."
 
 
+def files_of(data: Files | None) -> list[pathlib.Path]:
+    """The files and folders of data, none for None."""
+    return [pathlib.Path(data)] if isinstance(data, str | pathlib.Path) else list(data or ())
+
+
 class ModelData:
     """Inputs for a model: texts or pictures of a file, Python's documentation, or random pixels.
 
     Args:
         model, folder: in eval mode, and the checkpoint that it was loaded from, with its tokenizer or image processor.
-        file: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures. None for Python's documentation,
-            or for random pixels.
+        data: texts (.txt, .jsonl, or gzipped) and folders of texts, or folders and zip files of pictures: one or
+            several. None for Python's documentation, or for random pixels.
         longest: largest number of tokens that will be requested; the model must have as many positions.
         rows: requested number of inputs of each length; the data may contain fewer.
         shorter: whether to reduce `longest` to the length of a text that is too short, instead of refusing the text.
@@ -114,14 +120,14 @@ class ModelData:
         rows: number of inputs of each length.
         native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
 
-    A file that cannot be read or is too short, and a model without tokenizer or image processor, are refused.
+    A file that cannot be read, data that are too short, and a model without tokenizer or image processor, are refused.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         folder: pathlib.Path,
-        file: pathlib.Path | None,
+        data: Files | None,
         *,
         longest: int,
         rows: int,
@@ -130,33 +136,37 @@ class ModelData:
         self.task, self.rows, self.longest = task_of(model), rows, longest
         self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
-        self.name = file.name if file is not None else GENERATED if self.is_image else DOCUMENTATION
-        self.is_real = file is not None or not self.is_image
+        files = files_of(data)
+        others = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        self.name = f"{files[0].name}{others}" if files else GENERATED if self.is_image else DOCUMENTATION
+        self.is_real = bool(files) or not self.is_image
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
         self.mask_token: int | None = None
         self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text
         self.processor: Any = None
         self.pictures: list[tuple[str, Callable[[], bytes]]] = []
         if self.is_image:
-            self._open_pictures(model, folder, file)
+            self._open_pictures(model, folder, files)
         else:
-            self._open_text(folder, file, shorter)
+            self._open_text(folder, files, shorter)
 
-    def _open_text(self, folder: pathlib.Path, file: pathlib.Path | None, shorter: bool) -> None:
+    def _open_text(self, folder: pathlib.Path, files: Sequence[pathlib.Path], shorter: bool) -> None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise UnsupportedAttentionError(
                 f"{folder} contains no tokenizer, so that no text can be tokenized: add the tokenizer of the model"
             )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        if file is None:
+        texts = read_texts(files, self.longest, self.rows)
+        if not files:
             # The longest topics first, so that an input contains few of them.
             topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
-            text = "\n\n".join(topics)
-        else:
-            text = text_of(file)
-        text = text[: _CHARACTERS_PER_TOKEN * self.rows * self.longest]
+            texts = ["\n\n".join(topics)]
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
         self.special, self.mask_token = special_tokens(tokenizer), tokenizer.mask_token_id
-        self.token_ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        self.token_ids = tokens_of(texts, encode, self.longest, self.rows)
         count, num_special = len(self.token_ids), sum(map(len, self.special))
         if shorter and count:
             self.longest = min(self.longest, count + num_special)
@@ -168,7 +178,7 @@ class ModelData:
             )
         self.rows = min(self.rows, max(1, count // self.longest))
 
-    def _open_pictures(self, model: PreTrainedModel, folder: pathlib.Path, file: pathlib.Path | None) -> None:
+    def _open_pictures(self, model: PreTrainedModel, folder: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
         image, patch = (_side(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
         if image is None or patch is None:
             raise UnsupportedAttentionError(
@@ -182,7 +192,7 @@ class ModelData:
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
         side = math.isqrt(self.native_tokens)
         self.step, self.extra_tokens = image // side, self.native_tokens - side**2  # class tokens and the like
-        if file is None:
+        if not files:
             return
         if not (folder / "preprocessor_config.json").is_file():
             raise UnsupportedAttentionError(
@@ -193,7 +203,7 @@ class ModelData:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow")
         load: Any = AutoImageProcessor.from_pretrained
         self.processor = load(folder, backend="pil")
-        pictures = pictures_of(file)
+        pictures = [picture for file in files for picture in pictures_of(file)]
         self.rows = min(self.rows, len(pictures))
         # At regular intervals: if files are sorted by class, the first ones belong to one class.
         self.pictures = pictures[:: len(pictures) // self.rows][: self.rows]

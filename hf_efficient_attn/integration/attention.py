@@ -78,6 +78,8 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                     "switching the model"
                 )
             cached = None
+        if cached is None and shards is None:
+            refusals.check_length_of_mask(name, location.name, mask.keys, key)
         parameters: Mapping[str, Tensor] = {}
         if method is not None:
             # A switch could not see this, or has not seen it.

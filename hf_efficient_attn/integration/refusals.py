@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import models
@@ -38,6 +39,20 @@ _INPUTS = (
     "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
     "encoder_attention_mask", "input_ids", "token_type_ids",
 )  # fmt: skip
+
+
+def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor) -> None:
+    """Refuse a mask (B, N) for another number of keys than a layer's key (B, H, Nk, D) has, unless a graph is traced.
+
+    Models make one mask for all layers, by the cache's first one.
+    """
+    if mask is None or is_tracing(key) or mask.shape[1] == key.shape[2]:
+        return
+    raise UnsupportedAttentionError(
+        f"{name}: the mask is for {mask.shape[1]} keys, and {layer} has {key.shape[2]}: the layers of the cache have "
+        "different lengths, for example after a call that failed: start with a new cache, or leave attention_mask out "
+        "if there is no padding"
+    )
 
 
 def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:

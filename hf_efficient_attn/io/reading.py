@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
 
+_TEXT_SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz")
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 
 
@@ -45,6 +46,16 @@ def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         with refusing(f"{path}, line {number}: not JSON"):
             values = json.loads(line)
         yield number, as_object(values, f"{path}, line {number}")
+
+
+def texts_in(path: pathlib.Path) -> list[pathlib.Path]:
+    """The texts in a folder and its subfolders, sorted by name, or the file itself; refuse a folder without texts."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.rglob("*") if file.name.lower().endswith(_TEXT_SUFFIXES) and file.is_file())
+    if not found:
+        raise UnsupportedAttentionError(f"{path}: no texts in it ({', '.join(_TEXT_SUFFIXES)})")
+    return found
 
 
 def text_of(path: pathlib.Path) -> str:

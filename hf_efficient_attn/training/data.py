@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import takes_pictures
-from hf_efficient_attn.evaluation.data import ModelData
+from hf_efficient_attn.evaluation.data import Files, ModelData
 from hf_efficient_attn.training.steps import process_rank, shuffled, world_size
 
 # The default number of tokens, if the model takes as many.
@@ -26,9 +26,9 @@ _HELD_OUT_INTERVAL, _MOST_HELD_OUT = 20, 8
 class TrainingData(ModelData):
     """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
 
-    `file`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
+    `data`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
     takes, at most 2,048, or those of pictures of the size that the model was trained with. Refused are a file that
-    cannot be read or has too few batches, a length that the model cannot have, and a model without a tokenizer or image
+    cannot be read, too few batches, a length that the model cannot have, and a model without a tokenizer or image
     processor. `held_out` are the batches that a shorter training of the same data has held out, which this one does not
     learn from either.
 
@@ -41,7 +41,7 @@ class TrainingData(ModelData):
         self,
         model: PreTrainedModel,
         folder: pathlib.Path,
-        file: pathlib.Path,
+        data: Files,
         length: int | None,
         batch_size: int,
         num_batches: int,
@@ -56,7 +56,7 @@ class TrainingData(ModelData):
             )
         most = batch_size * (num_batches + _MOST_HELD_OUT)
         # Of pictures all: which ones have a number does not depend on how many are needed.
-        super().__init__(model, folder, file, longest=longest, rows=sys.maxsize if is_image else most)
+        super().__init__(model, folder, data, longest=longest, rows=sys.maxsize if is_image else most)
         self.mask_token = None  # no token of a masked language model is masked
         if is_image:
             longest = length or self.native_tokens

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation.data import Files
 from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.evaluation.timing import machine, memory_errors, use_device
@@ -42,7 +43,7 @@ class Plan:
 
     Attributes:
         source, output, max_length, base_model, force, allow_pickle: as in `convert_checkpoint`.
-        data: a text (.txt, .jsonl, or gzipped), or a folder or zip file of pictures.
+        data: as for `ModelData`: texts or pictures, one or several files or folders.
         device: where PyTorch computes; None for the CPU.
         method, hyperparameters, layers, loss, options: as in `hea.distill`.
         restart: discard a saved state.
@@ -53,7 +54,7 @@ class Plan:
     """
 
     source: str
-    data: pathlib.Path
+    data: Files
     output: pathlib.Path
     method: str
     device: torch.device | None = None

@@ -45,6 +45,20 @@ def test_analysis_of_every_head(made, text, capsys):
             assert entry["errors"][label][str(budget)] == pytest.approx(expected, rel=1e-4)
 
 
+def test_several_files_and_folders(made, text, tmp_path, capsys):
+    """Each input is of another text."""
+    for name in ("w8", "w9"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 300)
+    given = ("--data", text, "--data", tmp_path, "--length", 40, "--rows", 3, *QUICK[:4], "--max-error", "9")
+    result = run_json(capsys, "analyze", made("bert"), *given)
+    assert result["data"] == {"name": "words.txt and 1 more", "rows": 3}
+    model = transformers.BertModel.from_pretrained(made("bert"))
+    found = ModelData(model, made("bert"), [text, tmp_path], longest=40, rows=3).inputs(40, 0, 3)
+    numbers = found.values["input_ids"][:, 1:-1]
+    alike = [row.unique().tolist() for row in numbers if len(row.unique()) == 1]
+    assert sorted(alike) == [[8], [9]]
+
+
 def test_padding_does_not_count_in_an_analysis():
     model = tiny_model("bert")
     ids = torch.arange(5, 45)[None]

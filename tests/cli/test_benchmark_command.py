@@ -434,6 +434,8 @@ def test_fewer_pictures_come_from_the_whole_folder(made, photographs, tmp_path):
         image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number:02}.png")
     found = bench(made("deit", True), WINDOW, [66], data=tmp_path, rows=8)
     assert found["data"]["rows"] == 8 and has_note(found, "32 x 32 pixels for 66 tokens")
+    both = bench(made("deit", True), WINDOW, [66], data=[tmp_path, photographs], rows=99)
+    assert both["data"] == {"name": f"{tmp_path.name} and 1 more", "rows": 26}
     data = ModelData(open_model(made("deit", True)), made("deit", True), tmp_path, longest=66, rows=8)
     assert [pathlib.Path(name).name for name, _ in data.pictures] == [f"{number:02}.png" for number in range(0, 16, 2)]
 

@@ -322,13 +322,32 @@ def test_hub_ids(source, tmp_path, monkeypatch, capsys):
     assert (origin["base_model"], origin["license"]) == ("org/tiny", "mit")
     assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
-    # Given as a folder, the snapshot is refused because of its links. So are links out of the cache.
+    # Given as a folder, the snapshot is the same. Links out of the cache are refused.
+    shown(capsys, "convert", snapshot, "--method", "linear", "-o", tmp_path / "folder")
+    assert read(tmp_path / "folder", "efficient_attention.json") == origin
     more = ("--method", "linear", "-o", tmp_path / "other")
-    assert "symbolic link" in refused(capsys, "convert", snapshot, *more)
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(source / "config.json")
-    assert "symbolic link" in refused(capsys, "convert", "org/tiny", *more)
+    for name in ("org/tiny", snapshot):
+        assert "symbolic link" in refused(capsys, "convert", name, *more)
     assert "org/none" in refused(capsys, "convert", "org/none", *more) and not (tmp_path / "other").exists()
+
+
+def test_the_methods_of_another_checkpoint(source, tmp_path, capsys):
+    shown(capsys, "convert", source, "--method", "longformer:window_size=7", "--layers", "1", "-o", tmp_path / "one")
+    config = tmp_path / "one" / "config.json"
+    shown(capsys, "convert", source, "--config", config, "-o", tmp_path / "two")
+    assert (tmp_path / "two" / "config.json").read_bytes() == config.read_bytes()
+    kernel = {**read(tmp_path / "one", "config.json"), "attn_implementation": "org/longformer:longformer"}
+    config.write_text(json.dumps(kernel))
+    shown(capsys, "convert", source, "--config", config, "-o", tmp_path / "three")
+    assert read(tmp_path / "two", "config.json") == read(tmp_path / "three", "config.json")
+    for changes, words in (
+        ({"efficient_attention": None}, "names no method: give config.json of a converted checkpoint"),
+        ({"attn_implementation": {"text_config": "linear"}}, "names methods for parts"),
+    ):
+        config.write_text(json.dumps({**kernel, **changes}))
+        assert words in refused(capsys, "convert", source, "--config", config, "-o", tmp_path / "four")
 
 
 def test_the_report(source, tmp_path, capsys):

@@ -142,6 +142,19 @@ def test_what_a_cache_refuses(family, name):
         refuses("start with a new cache", model, token, attention_mask=mask, **{cache_argument(): cache})
 
 
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_layers_of_unequal_length(layers):
+    """As after a call that failed in a later layer. Without padding each layer attends to what it holds."""
+    model, ids = hea.convert(decoder("llama", "nearfar"), NEARFAR, layers=layers), tiny_batch("llama")["input_ids"]
+    cache = transformers.DynamicCache()
+    decode(model, ids, [], cache)
+    cache.layers[0].update(cache.layers[0].keys[:, :, :5], cache.layers[0].values[:, :, :5])
+    mask = torch.ones(len(ids), 76)
+    mask[0, 0] = 0
+    words = r"the mask is for 76 keys, and .*layers\.1\..* has 71: the layers of the cache have different lengths"
+    refuses(words, model, ids[:, :1], attention_mask=mask, **{cache_argument(): cache})
+
+
 # States
 
 

@@ -344,6 +344,10 @@ def test_the_rows_of_the_collator(family, layers):
         calls.append(partial(model, *(first.get(name) for name in names[: names.index("position_ids") + 1])))
     for call in calls:
         refuses("packed sequences", call)
+    # The other reason why positions begin again.
+    again = {"input_ids": ids[:1], "position_ids": torch.arange(ids.shape[1])[None] % 20}
+    if "position_ids" in names:
+        refuses(r"has too few: extend them with .*extend_positions\(", model, **again)
     hea.convert(model, "sdpa")(**first)
 
 
