@@ -23,7 +23,7 @@ _max_error = (
     "Recommend one method and budget for all layers whose error stays below this on unseen inputs. [default: 0.2]"
 )
 _calibrate = (
-    "Instead of --max-error: recommend the cheapest method and budget for each layer whose error stays below this on "
+    "Instead of --max-error: recommend the fastest method and budget for each layer whose error stays below this on "
     "unseen inputs."
 )
 
@@ -137,6 +137,10 @@ def _short(error: float) -> str:
     return f"{error:.2f}".removeprefix("0")
 
 
+def _budget(columns: int | None) -> str:
+    return "as it is" if columns is None else f"{columns} columns"
+
+
 def _report(result: dict[str, Any]) -> list[str]:
     """What follows the table: what it contains, the recommendation, what to expect of it, and the command for it."""
     from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
@@ -163,16 +167,13 @@ def _report(result: dict[str, Any]) -> list[str]:
         return [*lines, f"{exact} Allow a larger error, or give larger --budgets."]
     lines.append(f"Recommendation for errors below {limit} on unseen inputs of up to {found['tokens']} tokens:")
     lines += [
-        f"    {one['layer']}: {one['attention']}, {one['columns']} columns, error {_short(one['error'])} (unseen: at "
+        f"    {one['layer']}: {one['attention']}, {_budget(one['columns'])}, error {_short(one['error'])} (unseen: at "
         f"most {_short(one['bound'])})"
         for one in found["layers"]
     ]
     if found["exact_layers"]:
         lines.append(f"    {ranges(found['exact_layers'])}: exact")
-    lines.append(
-        f"Expected: mean error {_short(found['error'])} in the converted layers. Over all layers, attention costs as "
-        f"much as {found['columns']:.0f} keys per query instead of {found['keys']:.0f}."
-    )
+    lines.append(f"Expected: mean error {_short(found['error'])} in the converted layers.")
     if found["output_error"] is not None:
         lines.append(f"The output of the whole model is off by {found['output_error']:.3f} on these inputs.")
     saves = found["saves"] is not False

@@ -17,6 +17,8 @@ _LEGEND = (
     "learns: the method has parameters that need training; "
     "option: only with some hyperparameters. `hf-efficient-attn info NAME` describes a method and its hyperparameters."
 )
+# A budget in columns that is the default of no method.
+_EXAMPLE = 64
 _name = "A method, as listed by `methods`."
 
 
@@ -73,6 +75,10 @@ def info(
         text = ", ".join(value) if isinstance(value, list) else {True: "yes", False: "no"}.get(value, value)
         if text:
             typer.echo(_wrap(f"{fact.replace('_', ' ')}: {text}", hanging="    "))
+    default, sized = about.config_class(), about.config_class().with_budget(_EXAMPLE)
+    changed = {x: getattr(sized, x) for x in default.hyperparameters() if getattr(sized, x) != getattr(default, x)}
+    values = ", ".join(f"{name}={value!r}" for name, value in changed.items()) or "the defaults"
+    typer.echo(_wrap(f"with_budget({_EXAMPLE}), the cost of {_EXAMPLE} keys in every head: {values}", hanging="    "))
     typer.echo(f"\n{bold('Hyperparameters')}")
     for entry in options:
         limits = [f"default {entry['default']!r}"]

@@ -6,6 +6,7 @@ error for methods and budgets. From the errors follows one recommendation: which
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import pathlib
@@ -25,6 +26,7 @@ from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.evaluation import calibration
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
+from hf_efficient_attn.evaluation.choices import Choice, accept, choose_each, choose_one, measure_seconds
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
@@ -55,10 +57,11 @@ def analyze(
     """Measure stable rank, tail-to-head ratio and errors in every layer and head, and recommend layers to convert.
 
     A layer can be converted if its error stays below `max_error` on unseen sequences too, by the criterion of
-    `hea.calibrate`. With `per_layer`, each layer gets the cheapest method and budget that keeps the limit. Otherwise,
-    all layers that keep it get the same: the method and budget with which they save the most in total. The default
-    budgets are 64, 128, 256 and 512 columns. The functions of `execution` get `about` and "tokens" of the result, and
-    each complete entry of "layers". `about` is what is known of the model and the data, for the result.
+    `hea.calibrate`. With `per_layer`, each layer gets the fastest method and budget that keeps the limit. Otherwise,
+    all layers that keep it get the same: the method and budget with which the model is fastest. The default budgets are
+    64, 128, 256 and 512 columns, and each method as it is given, whose errors are not in "layers". The functions of
+    `execution` get `about` and "tokens" of the result, and each complete entry of "layers". `about` is what is known of
+    the model and the data, for the result.
 
     Returns:
         a dictionary for JSON:
@@ -67,12 +70,11 @@ def analyze(
           {budget: [one number per head]}}}]. Both properties are those of the first sequence, and None for more than
           4,096 tokens; "head_to_tail" also for attention between two sequences.
         - "recommended": None if no method keeps the limit. Otherwise a dictionary of "layers" [{"layer", "attention" (a
-          label), "method", "columns", "settings" (without defaults), "error" (mean over sequences and heads), "bound"
-          (of the error on an unseen sequence)}], "exact_layers", "error" (mean of "layers"), "columns" (the cost per
-          query in keys, averaged over all layers), "keys" (that of exact attention), "tokens" (the length up to which
-          this was measured), "speed_up" (of the attention of all layers), "saves" (whether that is a gain,
-          `Timing.is_gain`) and "output_error" (of the last hidden states or the logits). The last three need a run of
-          the model, and are None after Ctrl-C.
+          label), "method", "columns" (None for a method as it is given), "settings" (without defaults), "error" (mean
+          over sequences and heads), "bound" (of the error on an unseen sequence)}], "exact_layers", "error" (mean of
+          "layers"), "tokens" (the length up to which this was measured), "speed_up" (of the attention of all layers),
+          "saves" (whether that is a gain, `Timing.is_gain`) and "output_error" (of the last hidden states or the
+          logits). The last three need a run of the model, and are None after Ctrl-C.
         - "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters.
         - "max_error", "per_layer", "budgets" (those below the number of tokens), "is_causal", "tokens".
         - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
@@ -84,14 +86,13 @@ def analyze(
     check_positive("max_error", max_error, is_count=False)
     execution = execution or Execution()
     summary = summarize_attention(model, batch)
-    candidates = make_candidates(methods, BUDGETS if budgets is None else budgets, summary)
-    study, used = calibration.Study(candidates, summary), sorted({one.columns for one in candidates})
+    candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
+    study = calibration.Study(candidates, summary)
+    used = sorted({one.columns for one in candidates if one.columns is not None})
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
     waiting = Counter(call.name for call in summary.calls)  # the calls of each module that are still to be measured
     num_keys, entries = summary.max_kv_len, list[dict[str, Any]]()
-    # In causal attention a query has half of the keys on average.
-    keys = (num_keys + 1) / 2 if summary.is_causal else float(num_keys)
     # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
     values: dict[str, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     plan = [Step(call.name, math.prod(call.query.shape[1:3]) * call.key.shape[2], call.layer) for call in summary.calls]
@@ -101,17 +102,16 @@ def analyze(
         means: dict[Any, Any] = {key: torch.stack(x).mean(0).tolist() for key, x in values[call.name].items()}
         errors: dict[str, dict[str, Any]] = {}
         for columns, candidate in itertools.product(used, candidates):
-            if candidate.columns <= columns:  # a method without a budget has one candidate, the cheapest
+            # A method without a budget has one candidate, the smallest.
+            if candidate.columns is not None and candidate.columns <= columns:
                 errors.setdefault(candidate.label, {})[str(columns)] = means.get(candidate)
         properties = {key: means.get(key) for key in ("stable_rank", "head_to_tail")}
         return {"layer": call.layer, "name": call.name, **properties, "errors": errors}
 
     def recommended(
-        chosen: Mapping[Layer, calibration.Choice], settings: EfficientAttentionConfig, is_over: bool
+        chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, is_over: bool
     ) -> dict[str, Any]:
         exact = [layer for layer in summary.layers if layer not in chosen]
-        columns = [*(choice.candidate.columns for choice in chosen.values()), *[keys] * len(exact)]
-        # After Ctrl-C the user does not want to wait for more measurements.
         speed = None if is_over else calibration.measure_speed(model, batch, settings)
         return {
             "layers": [
@@ -119,8 +119,8 @@ def analyze(
                     "layer": layer,
                     "attention": choice.candidate.label,
                     "columns": choice.candidate.columns,
-                    "method": choice.candidate.config.method,
-                    "settings": changed_hyperparameters(choice.candidate.config),
+                    "method": choice.config.method,
+                    "settings": changed_hyperparameters(choice.config),
                     "error": choice.error,
                     "bound": choice.bound,
                 }
@@ -128,8 +128,6 @@ def analyze(
             ],
             "exact_layers": exact,
             "error": statistics.fmean(choice.error for choice in chosen.values()),
-            "columns": statistics.fmean(columns),
-            "keys": keys,
             "speed_up": speed and speed.ratio,
             "saves": speed and speed.is_gain,
             "output_error": None if is_over else calibration.measure_output_error(model, batch, settings),
@@ -141,7 +139,10 @@ def analyze(
             return None
         missing = [call.name if call.layer is None else call.layer for call in summary.calls if waiting[call.name]]
         table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
-        chosen = (calibration.choose_each if per_layer else calibration.choose_one)(table, candidates, max_error, keys)
+        # After Ctrl-C the user does not want to wait for more measurements.
+        measure = None if is_over else functools.partial(measure_seconds, model, batch)
+        choose = choose_each if per_layer else choose_one
+        chosen = choose(accept(table, candidates, max_error), study.seconds, measure)
         settings = calibration.make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
         return {
             **about,

@@ -1,13 +1,12 @@
-"""`hea.calibrate`: for each layer, the cheapest method and budget whose error stays below a limit."""
+"""`hea.calibrate`: for each layer, the fastest method and budget whose error stays below a limit."""
 
 import functools
 import logging
 import math
-import statistics
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,17 @@ from hf_efficient_attn.evaluation.capture import (
     forward,
     summarize_attention,
 )
+from hf_efficient_attn.evaluation.choices import (
+    ROUNDS,
+    Choice,
+    ErrorTable,
+    Seconds,
+    accept,
+    choose_each,
+    measure_seconds,
+    times_of,
+    work_of,
+)
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -31,28 +41,12 @@ from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
 
 logger = logging.getLogger(__name__)
 
-# An unseen sequence stays below mean + 2 deviations with probability .977, if log errors are normal.
-_DEVIATIONS = 2.0
-# Measurements of each time from which the saving is computed.
-_ROUNDS = 3
+# Of a call that takes less than this the first one does not count.
+_SHORT_SECONDS = 0.1
 HOW_TO_SAVE = (
     "Measure longer sequences, on which methods save more (on a CPU from about 2,048 tokens on), allow a larger error, "
     "or keep the model exact"
 )
-# Standard deviation between sequences of the logarithm of the error, as far as sequences do not say more.
-_UNKNOWN_SPREAD = 0.25
-
-# (number of the batch, index in the batch) -> error of one sequence in a layer, a mean over heads.
-Errors = dict[tuple[int, int], float]
-ErrorTable = dict[tuple[Layer, Candidate], Errors]
-
-
-class Choice(NamedTuple):
-    """What was chosen for a layer."""
-
-    candidate: Candidate
-    error: float  # averaged over the sequences
-    bound: float  # upper bound of the error on an unseen sequence
 
 
 def calibrate(
@@ -64,9 +58,11 @@ def calibrate(
     budgets: Sequence[int] | None = None,
     seed: int = 0,
 ) -> EfficientAttentionConfig:
-    """Choose the cheapest method and budget for every layer whose error stays below `max_error`.
+    """Choose the fastest method and budget for every layer whose error stays below `max_error`.
 
-    Layers in which no candidate stays below it keep exact attention.
+    The cost of a candidate is the time that it takes in the layer, on this machine and on the longest of `batches`. So
+    let nothing else run meanwhile; another run can choose differently among candidates that take about as long. Layers
+    in which no candidate stays below the limit, or all that do are slower than exact attention, keep exact attention.
 
     `methods=["auto"]` calibrates `auto`. Where it may not decide by the data of a call (in training and in decoders),
     all heads of a layer then have the columns that are accepted here, or exact attention where no budget is accepted.
@@ -79,7 +75,7 @@ def calibrate(
     In an encoder-decoder the layers of the two stacks have names, such as "encoder.layers.0", and methods without a
     causal form are candidates for the encoder only. Cross attention belongs to its layer of the decoder.
 
-    The limit is meant for unseen sequences, and the cheapest of many candidates may have been chosen by chance. A
+    The limit is meant for unseen sequences, and the fastest of many candidates may have been chosen by chance. A
     candidate is therefore accepted only if its largest error is at most `max_error`, and if exp(mean + 2 s
     sqrt(1 + 1/n)) is, for the logarithms of its errors on the n sequences. About one unseen sequence in 44 exceeds this
     bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is larger.
@@ -96,11 +92,12 @@ def calibrate(
             or tensors of its main input. All batches are held in memory, but the activations of only one layer and
             batch.
         max_error: the limit, above 0.
-        methods: names and configs to choose from. Of several that are accepted at the same cost, the first is taken.
-            None for the default methods (`MethodConfig.default_rank`) that support the model, fastest first; in models
-            of pictures, with a global first token where they have one.
-        budgets: costs per query in columns (`with_budget`); None for 32, 64, 128, ..., 1024. Budgets that reach the
-            length of the longest sequence, without its padding, are left out, since exact attention costs no more.
+        methods: names and configs to choose from. None for the default methods (`MethodConfig.default_rank`) that
+            support the model; in models of pictures, with a global first token where they have one. `nearfar` is tried
+            with near keys in all heads, in some and in none, unless a config says another `near_share` than .25.
+        budgets: costs per query in columns (`with_budget`); None for 32, 64, 128, ..., 1024, and each method as it is
+            given, or with its defaults. Budgets that reach the length of the longest sequence, without its padding, are
+            left out, since exact attention costs no more.
         seed: added to the seed of every method; the config that is returned contains the sum.
 
     Returns:
@@ -135,16 +132,17 @@ def calibrate(
     table, tokens = study.table, study.tokens
     # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
     longest = max(tokens.values(), default=0)
-    useful = [one for one in candidates if one.columns < longest]
+    useful = [one for one in candidates if max(one.columns or 0, one.config.to_measure().exact_length) < longest]
     if not useful:
-        refuse_short(longest, sorted({one.columns for one in candidates}))
-    chosen = choose_each(table, useful, max_error)
+        refuse_short(longest, sorted({one.columns for one in candidates if one.columns is not None}))
+    measure = functools.partial(measure_seconds, model, longest_batch)
+    chosen = choose_each(accept(table, useful, max_error), study.seconds, measure)
     # Where no budget is accepted, a method that decides in each call can still be used.
     for config in configs_of(methods):
         undecided = config.calibrated(max_error, accepted=False)
         if undecided is not None:
             undecided = make_config(undecided, seed=getattr(config, "seed", 0) + seed)
-            rest = Choice(Candidate(0, undecided), math.nan, math.nan)
+            rest = Choice(Candidate(0, undecided), undecided, math.nan, math.nan)
             chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
     if not chosen:
         smallest = min(max(errors.values()) for errors in table.values() if errors)
@@ -158,7 +156,7 @@ def calibrate(
         warnings.warn(
             f"at {settings.calibrated_length} tokens this choice saves nothing: its attention is {speed.ratio:.2g} "
             f"times as fast as exact attention on this machine ({speed.ratio_min:.2g} to {speed.ratio_max:.2g} in "
-            f"{_ROUNDS} rounds). {HOW_TO_SAVE}",
+            f"{ROUNDS} rounds). {HOW_TO_SAVE}",
             stacklevel=2,
         )
     off = measure_output_error(model, longest_batch, settings)
@@ -167,39 +165,11 @@ def calibrate(
     return settings
 
 
-def choose_each(
-    table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float = math.inf
-) -> dict[Layer, Choice]:
-    """For every layer the first of the candidates, sorted by cost, whose bound keeps the limit; others stay exact.
-
-    `num_keys` is the cost of exact attention; candidates that do not save anything are left out.
-    """
-    chosen: dict[Layer, Choice] = {}
-    useful = [(one, spread(table, one, max_error)) for one in candidates if one.columns < num_keys]
-    for layer in in_order(layer for layer, _ in table):
-        for candidate, pooled in useful:
-            errors = table.get((layer, candidate), {})
-            limit = bound(errors, pooled, max_error)
-            stored = candidate.config.calibrated(max_error, accepted=True)
-            if limit <= max_error and stored is not None:
-                chosen[layer] = Choice(candidate._replace(config=stored), statistics.fmean(errors.values()), limit)
-                break
-    return chosen
-
-
-def choose_one(
-    table: ErrorTable, candidates: Sequence[Candidate], max_error: float, num_keys: float
-) -> dict[Layer, Choice]:
-    """One candidate for all layers that keep the limit with it: the one that saves the most keys, `num_keys` exact."""
-    found = [choose_each(table, [candidate], max_error, num_keys) for candidate in candidates]
-    return max(found, key=lambda chosen: sum(num_keys - one.candidate.columns for one in chosen.values()), default={})
-
-
 def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> EfficientAttentionConfig:
     """The settings of a model from the choice for each layer."""
     layers: dict[MethodConfig, list[Layer]] = {}
     for layer, choice in chosen.items():
-        layers.setdefault(choice.candidate.config, []).append(layer)
+        layers.setdefault(choice.config, []).append(layer)
     if len(layers) == 1:
         config, named = next(iter(layers.items()))
         return EfficientAttentionConfig(config, None, named, calibrated_length)
@@ -210,15 +180,15 @@ def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> Eff
 def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    It is the first of the batch. Projections and other parts of the model are not included. Layers that stay exact are.
+    It is the longest of the batch. Projections and other parts of the model are not included. Layers that stay exact
+    are.
     """
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
     def visit(call: Call) -> None:
-        config, one = call.chosen(settings.for_layer(call.location.layer, call.name)), call.row(0)
-        works = [one.compute_exact if config is None else functools.partial(one.compute, config), one.compute_exact]
-        numbers = [timing.calls_to_time(work) for work in works]
-        seconds.append([[*map(timing.time_calls, works, numbers)] for _ in range(_ROUNDS)])
+        one = call.longest()
+        works = [work_of(one, settings.for_layer(call.location.layer, call.name)), one.compute_exact]
+        seconds.append(times_of(works))
 
     with capture_attention(model, visit):
         forward(model, batch)
@@ -259,14 +229,15 @@ def _size(batch: Batch) -> int:
 
 
 class Study:
-    """Errors of methods in the layers of a model, which are collected call by call.
+    """Errors and times of methods in the layers of a model, which are collected call by call.
 
-    `table` has the errors; of several calls in a layer, such as self and cross attention, the largest. `tokens` has the
-    number of tokens of the longest sequence in each layer.
+    `table` has the errors; of several calls in a layer, such as self and cross attention, the largest. `seconds` has
+    the sum of single calls. `tokens` has the number of tokens of the longest sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
         self.table: ErrorTable = {}
+        self.seconds: Seconds = defaultdict(float)
         self.tokens = Counter[Layer]()
         self._batch = 0
         causal = [one for one in candidates if one.config.method in methods_with("causal")]
@@ -276,9 +247,16 @@ class Study:
 
     def add(self, call: Call) -> dict[Candidate, Tensor]:
         """Measure the methods in a call: candidate -> errors (B, H)."""
-        found = {one: call.errors(one.config.to_measure()) for one in self._candidates[call.layer]}
+        found: dict[Candidate, Tensor] = {}
+        taken: dict[Candidate | None, float] = {None: _first_time(call.compute_exact)[1]}
+        for one in self._candidates[call.layer]:
+            config = one.config.to_measure()
+            output, taken[one] = _first_time(work_of(call, config))
+            found[one] = call.errors(config, None, output)
         if call.layer is None:
             return found
+        for candidate, seconds in taken.items():
+            self.seconds[call.layer, candidate] += seconds
         self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
         for candidate, errors in found.items():
             known = self.table.setdefault((call.layer, candidate), {})
@@ -294,33 +272,9 @@ class Study:
                 self._candidates[layer].remove(candidate)
 
 
-def _logs(errors: Errors, max_error: float) -> list[float]:
-    """Logarithms of errors. Errors are bounded below, since the logarithm of 0 is not finite."""
-    return [math.log(max(error, max_error / 100)) for error in errors.values()]
-
-
-def spread(table: Mapping[tuple[Layer, Candidate], Errors], candidate: Candidate, max_error: float) -> float:
-    """Standard deviation between sequences of a candidate's log errors, pooled over the layers.
-
-    `_UNKNOWN_SPREAD` counts as one more observation. The candidates that are chosen are those whose few sequences
-    happen to be alike, and later sequences differ more.
-    """
-    squares, count = _UNKNOWN_SPREAD**2, 1
-    for (_, other), errors in table.items():
-        if other == candidate and len(errors) > 1:
-            squares += statistics.variance(_logs(errors, max_error)) * (len(errors) - 1)
-            count += len(errors) - 1
-    return math.sqrt(squares / count)
-
-
-def bound(errors: Errors, pooled: float, max_error: float) -> float:
-    """Upper bound of the error on an unseen sequence, as `calibrate` defines it; inf if it is unknown.
-
-    `errors` are those of a candidate in one layer, and `pooled` is the deviation of its log errors in all (`spread`).
-    """
-    if not errors or not all(map(math.isfinite, errors.values())):
-        return math.inf
-    logs = _logs(errors, max_error)
-    deviation = max(statistics.stdev(logs) if len(logs) > 1 else 0.0, pooled)
-    margin = _DEVIATIONS * deviation * math.sqrt(1 + 1 / len(logs))
-    return max(math.exp(statistics.fmean(logs) + margin), *errors.values())
+def _first_time(work: timing.Work) -> tuple[Any, float]:
+    """The output of a call, and its seconds."""
+    begin = timing.timer()
+    output = work()
+    seconds = timing.timer() - begin
+    return output, seconds if seconds > _SHORT_SECONDS else min(seconds, timing.time_calls(work))

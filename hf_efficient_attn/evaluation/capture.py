@@ -86,18 +86,28 @@ class Call(NamedTuple):
         """The method that computes the call in a model whose layer has `config`; None for exact attention."""
         return None if config is None or self.why_exact(config) is not None else config
 
-    def errors(self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None) -> Tensor:
+    def longest(self) -> "Call":
+        """The call for the sequence with the most tokens."""
+        return self.row(0 if self.key_mask is None else int(self.key_mask.sum(1).argmax()))
+
+    def errors(
+        self,
+        config: MethodConfig,
+        parameters: Mapping[str, Tensor] | None = None,
+        output: Tensor | None = None,
+    ) -> Tensor:
         """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
         It is 0 for sequences without a valid token, and for calls that a converted model computes exactly. `parameters`
-        are those that the method has learned; None for the values that a conversion starts from.
+        are those that the method has learned; None for the values that a conversion starts from. `output` is what
+        `compute` returns, if it is known.
         """
         shape, valid = self.query.shape[:2], None
         if self.chosen(config) is None:
             return torch.zeros(shape, dtype=torch.float64)
         if self.key_mask is not None and self.query.shape[2] == self.key.shape[2]:
             valid = self.key_mask.repeat_interleave(shape[1], 0)
-        out = self.compute(config, parameters)
+        out = self.compute(config, parameters) if output is None else output
         with torch.autocast(out.device.type, enabled=False):
             error = row_error(out.flatten(0, 1), self.exact.flatten(0, 1), valid).estimate
         return error.view(shape).double().cpu()

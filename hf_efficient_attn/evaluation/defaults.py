@@ -17,9 +17,9 @@ _BUDGETS = (32, 64, 128, 256, 512, 1024)
 
 
 class Candidate(NamedTuple):
-    """A method at a budget; `columns` is the cost per query, and `label` names the method without the budget."""
+    """A method at a budget in columns, or as it is given; `label` names the method without the budget."""
 
-    columns: int
+    columns: int | None  # None: as it is given
     config: MethodConfig
     label: str = ""
 
@@ -83,11 +83,13 @@ def make_candidates(
     summary: AttentionSummary,
     seed: int = 0,
     *,
+    standard: Sequence[int] = _BUDGETS,
     each_layer: bool = False,
 ) -> list[Candidate]:
-    """Every method at every budget below the longest sequence, the cheapest first; raises as `calibrate` does.
+    """Every method and variant at every budget below the longest sequence; raises as `calibrate` does.
 
-    With `each_layer`, methods without a causal form are allowed as long as some layers are not causal.
+    If `budgets` is None, they are `standard`, and each method as it is given is a candidate, too. With `each_layer`,
+    methods without a causal form are allowed as long as some layers are not causal.
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
@@ -103,21 +105,29 @@ def make_candidates(
             f"{config.method} has learned parameters, and its error before training says nothing about its error after "
             "it: leave the method out here, convert the model to it and fine-tune"
         )
-    given = _BUDGETS if budgets is None else budgets
+    given = standard if budgets is None else budgets
     if not isinstance(given, Iterable) or not all(type(columns) is int and columns > 0 for columns in given):
         raise UnsupportedAttentionError(f"budgets={shown(given)} must be a list of integers above 0, such as [64, 128]")
     useful = [columns for columns in sorted(set(given)) if columns < summary.max_kv_len]
     if not useful:
         refuse_short(summary.max_kv_len, sorted(set(given)))
-    cheapest: dict[MethodConfig, Candidate] = {}
+    found: dict[MethodConfig, Candidate] = {}
+
+    def add(columns: int | None, config: MethodConfig, label: str) -> None:
+        if seed and hasattr(config, "seed"):
+            config = make_config(config, seed=config.seed + seed)
+        # A method without a budget has the same config at all of them.
+        found.setdefault(config, Candidate(columns, config, label))
+
+    variants = [(one, values) for one in configs for values in (({},) if summary.is_causal else one.variants())]
     for columns in useful:
-        for config in configs:
-            sized = config.with_budget(columns)
-            if seed and hasattr(sized, "seed"):
-                sized = make_config(sized, seed=sized.seed + seed)
-            # A method without a budget has the same config at all of them.
-            cheapest.setdefault(sized, Candidate(columns, sized, method_label(config)))
-    return list(cheapest.values())
+        for config, values in variants:
+            label = method_label(make_config(config, **values))
+            add(columns, make_config(config.with_budget(columns), **values), label)
+    for config in configs if budgets is None else ():
+        if config.to_measure().exact_length < summary.max_kv_len:
+            add(None, config, method_label(config))
+    return list(found.values())
 
 
 def configs_of(methods: "Sequence[str | MethodConfig] | str | MethodConfig | None") -> list[MethodConfig]:

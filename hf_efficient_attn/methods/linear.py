@@ -59,10 +59,10 @@ class LinearConfig(EluFeatures):
         return self.window_size > 0
 
     def with_budget(self, columns: int) -> "LinearConfig":
-        """Spend half of the budget on the window, if there is one, and the rest on learned features.
+        """Spend half of the budget on the window (`window_size`), if there is one, and the rest on learned features.
 
-        A window has the same size on each side. The features "elu" always cost as much as about D / 2 exact keys, so
-        the window gets the whole budget.
+        `num_features` follows from the rest. A window has the same size on each side. The features "elu" always cost as
+        much as about D / 2 exact keys, so the window gets the whole budget.
         """
         columns = self.check_budget(columns)
         num_features, window_size = self.num_features, self.window_size

@@ -59,7 +59,7 @@ class LongformerConfig(MethodConfig):
         return self.global_tokens == 0
 
     def with_budget(self, columns: int) -> "LongformerConfig":
-        """Spend the budget on the global tokens and on a window of the same size on each side."""
+        """Spend on the window (`window_size` on each side) what the global tokens leave of the budget."""
         minimum = self.global_tokens + 1
         return replace(self, window_size=(self.check_budget(columns, minimum) - minimum) // 2)
 

@@ -11,6 +11,7 @@ tokens. It uses only the whole budget, block_size + num_samples, and the seed.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,6 +23,9 @@ from hf_efficient_attn.ops.coreset_causal import causal_coreset_attention, causa
 from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
 from hf_efficient_attn.ops.distance import Bias, biased_coreset_attention, biased_coreset_naive
 from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention, weighted_coreset_naive
+
+# The default of `near_share`, all heads, and none.
+_SHARES = (0.25, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class NearFarConfig(MethodConfig):
     num_refinements: int = option(1, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
     num_probes: int = option(192, "Queries whose exact rows correct the output. 0: no correction.", minimum=0)
     near_share: float = option(
-        0.25,
+        _SHARES[0],
         "A head has near keys if landmarks alone miss more than this share of its output, measured on a few queries. "
         "0: all heads; 1: no head. In the causal form all heads have near keys.",
         minimum=0,
@@ -64,11 +68,21 @@ class NearFarConfig(MethodConfig):
         return self.block_size + self.num_samples
 
     def with_budget(self, columns: int) -> "NearFarConfig":
-        """Spend five eighths of the budget on near keys, in all heads, and the rest on landmarks."""
+        """Spend five eighths of the budget on near keys (`block_size`) and the rest on landmarks (`num_samples`).
+
+        `near_share` becomes 0, because a head without near keys costs less than the budget. So the copy for 256 has the
+        sizes of the default config, but near keys in all heads: a smaller error in more time. `num_groups` and
+        `num_candidates` grow with the budget if they are smaller.
+        """
         near = 5 * self.check_budget(columns) // 8
         groups, candidates = max(self.num_groups, columns // 2), max(self.num_candidates, 8 * columns)
         config = dataclasses.replace(self, block_size=near, num_samples=columns - near, num_groups=groups)
         return dataclasses.replace(config, num_candidates=candidates, near_share=0.0)
+
+    def variants(self) -> tuple[Mapping[str, float], ...]:
+        """Shares of heads with near keys, unless another share than the default is given."""
+        shares = _SHARES if self.near_share == _SHARES[0] else (self.near_share,)
+        return tuple({"near_share": share} for share in shares)
 
 
 def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> CoresetOptions:

@@ -89,7 +89,7 @@ class NystromformerConfig(MethodConfig):
         return 0 if self.conv_kernel_size else self.num_landmarks
 
     def with_budget(self, columns: int) -> "NystromformerConfig":
-        """Return a copy with half as many landmarks as the budget has exact keys.
+        """Return a copy with half as many landmarks (`num_landmarks`) as the budget has exact keys.
 
         For each query, F W costs as much as attention to L keys, and B V the same again. The pseudo-inverse is not
         counted: for N > 60 L^2 / D its six steps of 4 L^3 multiplications cost less than a tenth of the rest.

@@ -39,7 +39,7 @@ class PerformerConfig(FavorFeatures):
     )
 
     def with_budget(self, columns: int) -> "PerformerConfig":
-        """Return a copy with as many features as the budget has exact keys."""
+        """Return a copy with as many features (`num_features`) as the budget has exact keys."""
         columns = self.check_budget(columns)
         columns = max(1, columns // count_features(self.feature_map, 1)) if self.is_learned else columns
         return replace(self, num_features=columns)

@@ -65,7 +65,7 @@ class ReformerConfig(MethodConfig):
         return 0 if self.shared_query_key else 2 * self.block_size * self.num_hashes
 
     def with_budget(self, columns: int) -> "ReformerConfig":
-        """Keep the number of rounds, unless the budget is less than two keys per round, and choose the chunk size."""
+        """Set `block_size`, and `num_hashes` if the budget is less than two keys in each of these rounds."""
         rounds = min(self.num_hashes, self.check_budget(columns, 2) // 2)
         return replace(self, block_size=columns // (2 * rounds), num_hashes=rounds)
 

@@ -64,7 +64,8 @@ class WildCatConfig(MethodConfig):
     def with_budget(self, columns: int) -> "WildCatConfig":
         """Return a copy with as many keys in the coreset as the budget has, and four times as many candidates.
 
-        The coreset itself is not counted. With as many queries as keys, its weights cost as much as the queries.
+        These are `num_samples` and `num_candidates`. The choice of the coreset itself is not counted. With as many
+        queries as keys, its weights cost as much as the queries.
         """
         return replace(self, num_samples=self.check_budget(columns), num_candidates=min(4 * columns, 2**31 - 1))
 

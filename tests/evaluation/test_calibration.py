@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import io
+import itertools
 import json
 import math
+import time
 import types
 import warnings
 import weakref
@@ -14,9 +16,9 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import _quick, interrupt  # noqa: F401
+from commands import _quick, interrupt, timed_by_columns  # noqa: F401
 from each import refuses
-from hf_efficient_attn.evaluation import analyze, calibration, capture, progress, timing
+from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, defaults, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.methods import make_config
 from test_encoder_decoder import inputs_of, tiny
@@ -53,8 +55,8 @@ def test_unseen_batches_stay_below_the_error(family, methods, dtype):
     assert torch.isfinite(output(model, batches(family, 1)[0])).all()
 
 
-def test_of_equal_costs_the_first_method_is_taken():
-    """Of the cheapest budget, with the seed that is given."""
+def test_of_equal_times_the_first_method_is_taken(timed_by_columns):  # noqa: F811
+    """At the fastest budget, with the seed that is given."""
     model, data = tiny_model("bert"), batches("bert", 1)
     for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
         config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16], seed=5)
@@ -63,11 +65,67 @@ def test_of_equal_costs_the_first_method_is_taken():
         assert config.named_layers() == [0, 1]
 
 
+def test_the_measured_time_decides(monkeypatch):
+    """Not the budget: here the smaller one takes longer, in one layer."""
+    small, large = (hea.LongformerConfig().with_budget(columns) for columns in (16, 32))
+    compute = capture.Call.compute
+
+    def slowed(call, config, *rest):
+        time.sleep(0.1 * ((call.layer, config) in ((0, small), (1, large))))
+        return compute(call, config, *rest)
+
+    monkeypatch.setattr(capture.Call, "compute", slowed)
+    options = {"max_error": 100.0, "methods": ["longformer"], "budgets": [16, 32]}
+    found = hea.calibrate(tiny_model("bert"), batches("bert", 1), **options)
+    assert {layer: found.for_layer(layer) for layer in found.named_layers()}.items() <= {0: large, 1: small}.items()
+    assert found.named_layers()
+
+
+def test_candidates_are_budgets_variants_and_the_methods_as_they_are():
+    summary = capture.summarize_attention(tiny_model("bert"), tiny_batch("bert"))._replace(max_kv_len=1500)
+
+    def configs(*methods, **options):
+        return [
+            one.config for one in defaults.make_candidates(methods, summary=summary, **{"budgets": None, **options})
+        ]
+
+    nearfar = configs("nearfar")
+    assert make_config("nearfar") in nearfar and len(set(nearfar)) == len(nearfar) == 3 * 6
+    assert {(one.exact_length, one.near_share) for one in nearfar} == set(
+        itertools.product((32, 64, 128, 256, 512, 1024), (0.0, 0.25, 1.0))
+    )
+    assert {one.near_share for one in configs(hea.NearFarConfig(near_share=0.4, block_size=7))} == {0.4}
+    assert hea.NearFarConfig(near_share=0.4, block_size=7) in configs(hea.NearFarConfig(near_share=0.4, block_size=7))
+    kdeformer = configs("kdeformer", seed=3)
+    assert hea.KDEformerConfig(seed=3) in kdeformer and len(kdeformer) == 7
+    assert configs("kdeformer", budgets=[64]) == [hea.KDEformerConfig().with_budget(64)]
+    assert hea.KDEformerConfig(block_size=2000) not in configs(hea.KDEformerConfig(block_size=2000))  # exact
+    causal = summary._replace(is_causal=True)
+    shares = {one.config.near_share for one in defaults.make_candidates(["nearfar"], [64], causal)}
+    assert shares == {0.0}  # the causal form has near keys in all heads
+
+
+def test_the_fastest_is_measured_again_and_exact_attention_may_be_it():
+    names = [calibration.Candidate(n, hea.LongformerConfig(window_size=n)) for n in (1, 2, 3)]
+    first, second, third = (choices.Choice(one, one.config, 0.1, 0.1) for one in names)
+    accepted = {0: [first, second, third], 1: [first], 2: [first, second]}
+    each = dict(zip([*names, None], [1.2, 1.0, 9.0, 5.0], strict=True))
+    seconds = {(layer, one): taken for layer in range(3) for one, taken in each.items()}
+    seconds[2, None] = 0.5
+    asked = []
+    again = lambda some: asked.append(some) or {(0, names[0]): 1.0, (0, names[1]): 1.1}  # noqa: E731
+    assert choices.choose_each(accepted, seconds, again) == {0: first, 1: first}
+    assert asked == [{0: names[:2]}]
+    assert choices.choose_each(accepted, seconds) == {0: second, 1: first}
+    assert choices.choose_each({2: [first, second]}, seconds) == {2: second}  # which saves nothing: `calibrate` warns
+
+
 @pytest.mark.parametrize("family", ["bert", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
-def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path):
+def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path, timed_by_columns):  # noqa: F811
     model = tiny_model(family)
     data = batches(family, 1)
-    nearfar = hea.calibrate(model, data, max_error=0.5, methods=["nearfar"], budgets=[16, 48])
+    every = hea.NearFarConfig(near_share=0.0)  # in all heads, as where the data may not decide
+    nearfar = hea.calibrate(model, data, max_error=0.5, methods=[every], budgets=[16, 48])
     config = hea.calibrate(model, data, max_error=0.5, methods=["auto"], budgets=[16, 48])
     assert config.named_layers() == [0, 1]
     # Auto has as many columns as nearfar where that is accepted, and its own crossover and bound.
@@ -164,21 +222,21 @@ def test_bound_and_spread_of_errors():
     for known in ([0.1, 0.2, 0.4], [0.1, 0.2]):  # their own deviation, if it is larger than that of all layers
         deviation = math.log(2) * math.sqrt({3: 1, 2: 0.5}[len(known)])
         limit = math.exp(sum(map(math.log, known)) / len(known) + 2 * deviation * math.sqrt(1 + 1 / len(known)))
-        assert calibration.bound({(0, i): x for i, x in enumerate(known)}, 0.1, 0.5) == pytest.approx(limit)
+        assert choices.bound({(0, i): x for i, x in enumerate(known)}, 0.1, 0.5) == pytest.approx(limit)
     flat = {(0, i): 0.1 for i in range(4)}
-    assert calibration.bound(flat, 0.0, 0.5) == pytest.approx(0.1)
-    assert calibration.bound(flat, 0.2, 0.5) == pytest.approx(0.1 * math.exp(2 * 0.2 * math.sqrt(1.25)))
+    assert choices.bound(flat, 0.0, 0.5) == pytest.approx(0.1)
+    assert choices.bound(flat, 0.2, 0.5) == pytest.approx(0.1 * math.exp(2 * 0.2 * math.sqrt(1.25)))
     # No bound is below an error that was measured.
-    assert calibration.bound({(0, i): 1e-9 if i < 50 else 0.004 for i in range(51)}, 0.0, 0.01) >= 0.004
-    assert calibration.bound({(0, 0): math.nan}, 0.1, 0.5) == math.inf
-    assert calibration.bound({(0, 0): 0.0}, 0.1, 0.5) < 0.5
+    assert choices.bound({(0, i): 1e-9 if i < 50 else 0.004 for i in range(51)}, 0.0, 0.01) >= 0.004
+    assert choices.bound({(0, 0): math.nan}, 0.1, 0.5) == math.inf
+    assert choices.bound({(0, 0): 0.0}, 0.1, 0.5) < 0.5
     # Few sequences that are alike do not promise too much.
     one = calibration.Candidate(8, hea.LongformerConfig(window_size=4))
     table = {(0, one): {(0, i): 0.1 + 1e-6 * i for i in range(2)}}
-    assert calibration.spread(table, one, 0.5) == pytest.approx(0.25 / math.sqrt(2), rel=1e-3)
+    assert choices.spread(table, one, 0.5) == pytest.approx(0.25 / math.sqrt(2), rel=1e-3)
     table[0, one] |= {(1, i): 0.1 for i in range(98)}
-    assert calibration.spread(table, one, 0.5) == pytest.approx(0.025, rel=1e-3)
-    assert calibration.spread({(0, one): {(0, 0): 0.1}}, one, 0.5) == 0.25
+    assert choices.spread(table, one, 0.5) == pytest.approx(0.025, rel=1e-3)
+    assert choices.spread({(0, one): {(0, 0): 0.1}}, one, 0.5) == 0.25
 
 
 def choice(calibrated_length=70):

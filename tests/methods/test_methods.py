@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -151,6 +152,33 @@ def test_the_cost_of_a_query_is_the_budget(instance):
             assert columns - 2 <= total <= columns, "does `cost` of the instance name all that with_budget sets?"
         same = {k: v for k, v in config.to_dict().items() if k not in instance.cost}
         assert {k: values[k] for k in same} == same
+
+
+@pytest.mark.parametrize("instance", INSTANCES, ids=str)
+def test_with_budget_changes_only_what_it_names(instance):
+    config = instance.config(seed=7)
+    named = {name for name, _ in config.budget} | set(re.findall(r"`(\w+)`", type(config).with_budget.__doc__))
+    for columns in (4, 10, 64, 1000):
+        sized = config.with_budget(columns)
+        changed = {name for name in config.hyperparameters() if getattr(sized, name) != getattr(config, name)}
+        assert changed <= named
+
+
+def test_the_budget_of_the_defaults_gives_them_but_for_what_the_methods_name():
+    """Near keys in all heads, which cost what the budget says, and the better share of samples."""
+    differ = {}
+    for name in hea.available_methods():
+        config = hea.method_info(name).config_class()
+        units = FIRST[name].cost | {"columns": name == "auto"}
+        cost = sum(unit * getattr(config, x) for x, unit in units.items() if unit and hasattr(config, x))
+        # The window of longformer is beside the token itself, and the cost of the Reformer is a product.
+        cost = {"longformer": cost + 1, "reformer": config.exact_length}.get(name, cost)
+        sized = config.with_budget(cost or 1)
+        differ[name] = {x for x in config.hyperparameters() if getattr(sized, x) != getattr(config, x)}
+    sampled = {"block_size", "num_samples"}
+    assert {name: x for name, x in differ.items() if x} == {
+        "nearfar": {"near_share"}, "kdeformer": sampled, "hyperattention": sampled, "approx_kmv": {"num_samples"},
+    }  # fmt: skip
 
 
 # The registry and `hea.register_method`. `test_own_files.py` tests a method in a file of its own.

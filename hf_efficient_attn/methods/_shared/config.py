@@ -206,7 +206,10 @@ class MethodConfig:
         return False
 
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
-        """Return a copy whose cost per query equals the cost of `columns` exact keys.
+        """Return a copy of which every head costs, per query, as much as `columns` exact keys.
+
+        Only hyperparameters that this cost depends on change: those in `budget`, or those that the method's own form of
+        this function names. The default config may divide the same cost in another way, or spend it in some heads only.
 
         Raises:
             UnsupportedAttentionError: `columns` is not a positive integer, or it is too small for the method.
@@ -216,6 +219,10 @@ class MethodConfig:
         total, (*others, (last, _)) = sum(weight for _, weight in self.budget), self.budget
         parts = {name: max(minima[name], columns * weight // total) for name, weight in others}
         return dataclasses.replace(self, **parts, **{last: columns - sum(parts.values())})
+
+    def variants(self) -> tuple[Mapping[str, Any], ...]:
+        """The hyperparameters, besides a budget, that `hea.calibrate` tries in the bidirectional form."""
+        return ({},)
 
     def to_measure(self: ConfigT) -> ConfigT:
         """The config whose error `hea.calibrate` measures, in which no data of a call decides about the method."""
