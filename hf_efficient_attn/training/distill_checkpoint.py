@@ -166,8 +166,6 @@ class _CheckpointRun:
         }
         inputs_of_state = {"data": data.digest(state.rows)} if state.is_longer else {}
         state.check({**self._request, **inputs_of_state}, plan.to_dict())
-        if plan.restart:  # nothing is refused after this
-            state.remove()
         # The saved state of every stage that has begun.
         self._saved: list[dict[str, Any]] = [] if state.saved is None else state.saved["stages"]
         # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
@@ -210,6 +208,8 @@ class _CheckpointRun:
                 for training in trainings:
                     if not self._stages:
                         self._execution.on_begin(self._about)
+                        if plan.restart:  # not before: a refused command keeps the state
+                            self._state.remove()
                     self._stages.append(training)
                     if saved:
                         training.load_state_dict(saved.pop(0))
