@@ -208,6 +208,8 @@ class _CheckpointRun:
                 for training in trainings:
                     if not self._stages:
                         self._execution.on_begin(self._about)
+                        if plan.restart:  # not before: a refused command keeps the state
+                            self._state.remove()
                     self._stages.append(training)
                     if saved:
                         training.load_state_dict(saved.pop(0))

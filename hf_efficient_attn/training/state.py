@@ -15,7 +15,7 @@ _AGAIN = "--restart discards it and starts again"
 
 
 class SavedState:
-    """The state in the folder OUTPUT.partial, which is read when this is made; `is_discarded` removes it before.
+    """The state in the folder OUTPUT.partial, which is read when this is made, unless it `is_discarded`.
 
     A state whose checkpoint is written serves only a training with more steps than it has; else it is as if there were
     none. A folder in which no state can be saved, and a state that cannot be read, are refused.
@@ -31,11 +31,9 @@ class SavedState:
         self.folder = output.with_name(f"{output.name}.partial")
         self._file = self.folder / "state.pt"
         check_takes_files(self.folder, f"the state of the training in {self.folder}")
-        if is_discarded:
-            self.remove()
         self.saved: dict[str, Any] | None = None
         self.is_longer = False
-        if not self._file.is_file():
+        if is_discarded or not self._file.is_file():
             return
         with refusing(f"the state in {self.folder} cannot be read: {_AGAIN}"):
             saved = dict(torch.load(self._file, map_location="cpu", weights_only=True))

@@ -247,6 +247,8 @@ def test_another_request_is_refused(base, made, text, tmp_path, capsys, monkeypa
     ):
         err = refused(capsys, *base[:position], value, *base[position + 1 :], "-o", tmp_path / "out")
         assert message in err and "--restart discards it" in err
+    for wrong in (("--data", tmp_path / "missing.txt"), ("--set", "feature_map=elu", "--set", "window_size=0")):
+        refused(capsys, *base, *wrong, "--restart", "-o", tmp_path / "out")
     assert (tmp_path / "out.partial" / "state.pt").read_bytes() == state
     monkeypatch.setattr(distill_checkpoint, "FORMAT_OF_STATE", 99)
     assert "other version" in refused(capsys, *base, "-o", tmp_path / "out")

@@ -282,6 +282,8 @@ def test_one_process_embeds_a_document(tmp_path, document):
     assert abs(torch.tensor(one["embedding"]).norm() - 1.0) < 1e-5
     with pytest.raises(ValueError, match="--max_tokens 0"):
         long_document.main([*document, "--output", str(tmp_path / "x.json"), "--max_tokens", "0"])
+    with pytest.raises(ValueError, match="its folder must exist"):
+        long_document.main([*document, "--output", str(tmp_path / "none" / "x.json")])
 
 
 @pytest.mark.exhaustive

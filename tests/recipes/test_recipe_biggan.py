@@ -179,6 +179,7 @@ def test_score_of_a_model_against_its_own_pictures_and_digits(generator, made, t
         ("generate MADE/gan --output OUT/a.png --attention longformer", "as many keys as queries"),
         ("compare MADE/gan --output OUT/a.png --method kdeformr", "kdeformer"),
         ("compare MADE/gan --output OUT/a.png --budget 64", "64 keys"),
+        ("features --data MADE --output MADE/gan/config.json/x --steps 2", "no file can be made in"),
         ("score MADE/gan --features OUT --reference MADE/images/mnist", "recipes.biggan_train features"),
         ("score MADE/gan --features MADE/network --reference OUT/none", "no such folder"),
         ("score MADE/gan --features MADE/network --reference MADE/images/mnist --count 5", "--splits 10"),
@@ -189,7 +190,7 @@ def test_score_of_a_model_against_its_own_pictures_and_digits(generator, made, t
     ],
 )
 def test_refusals_are_one_line(made, tmp_path, words, message, capsys):
-    recipe = biggan_train if words.startswith("gan") else biggan
+    recipe = biggan_train if words.startswith(("gan", "features")) else biggan
     status = run(recipe, words.replace("MADE", str(made)).replace("OUT", str(tmp_path)))
     error = capsys.readouterr().err
     assert status == (1 if message == "MNIST" else 2) and message in error and error.count("\n") == 1
