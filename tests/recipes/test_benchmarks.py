@@ -274,7 +274,7 @@ def test_exact_kernels_of_an_accelerator(monkeypatch):
     monkeypatch.setattr(gpu, "make_inputs", lambda case: ())
     monkeypatch.setattr(gpu, "exact_kernels", lambda device: called.append(device.type) or ["default"])
     for length in (8192, 16384):
-        gpu.times({}, memory.Case(length, num_heads=16, device="mps"))
+        gpu.times({}, memory.Case(length, num_heads=16, device="mps"), 1)
     assert called == ["mps"]
 
 
