@@ -76,10 +76,11 @@ def analyze(
 
     def add(entry: dict[str, Any]) -> None:
         cells = [_mean(entry["stable_rank"], 1), _mean(entry["head_to_tail"], 1)]
-        cells += [" ".join(_mean(heads, 2) for heads in sizes.values()) for sizes in entry["errors"].values()]
+        cells += [" ".join(_mean(heads, 2) or "-" for heads in sizes.values()) for sizes in entry["errors"].values()]
         if not tables:
             titles = ["layer", "stable rank", "tail/head", *entry["errors"]]
-            tables.append(common.LiveTable(titles, [5, 11, 9, *map(len, cells[2:])], left=["layer"]))
+            widths = [5 * len(sizes) - 1 for sizes in entry["errors"].values()]
+            tables.append(common.LiveTable(titles, [5, 11, 9, *widths], left=["layer"]))
         tables[0].add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
 
     # JSON is for programs: nothing else is printed then.
@@ -155,10 +156,9 @@ def _report(result: dict[str, Any]) -> list[str]:
     )
     notes = [*result["notes"]]
     if not result["complete"]:
-        notes.append(
-            f"Not complete. Layers that were not measured and stay exact: {ranges(result['left_out'])}. Give more "
-            "time, or fewer --rows, --methods or --budgets."
-        )
+        parts = [("not measured and stay exact", "left_out"), ("measured in part", "partial")]
+        told = [f"Layers that were {what}: {ranges(result[key])}." for what, key in parts if result[key]]
+        notes.append(f"Not complete. {' '.join(told)} Give more time, or fewer --rows, --methods or --budgets.")
     wrapped = [line for note in notes for line in textwrap.wrap(note, 100, subsequent_indent="    ")]
     lines = ["", *textwrap.wrap(about, 100), *wrapped, ""]
     limit, found = _short(result["max_error"]), result["recommended"]

@@ -113,6 +113,7 @@ class Report:
     def __init__(self, procedure: "Procedure", *, is_silent: bool) -> None:
         self.procedure, self._is_silent = procedure, is_silent
         self._columns: list[tuple[str, int, str, str]] = []  # title, width, key and format of the values
+        self._num_rows = 0  # that are printed
 
     def run(self, minutes: float | None, threads: int | None, *given: Any, **options: Any) -> tuple[Any, int]:
         """The result of `benchmark_checkpoint` within a limit of time, whose rows are printed, and the exit status."""
@@ -158,6 +159,7 @@ class Report:
 
     def add(self, row: dict[str, Any]) -> None:
         """Print a row of "measurements"."""
+        self._num_rows += 1
         self._table.add([None if row[key] is None else form.format(row[key]) for *_, key, form in self._columns])
 
     def conclude(self, result: dict[str, Any], *more: str) -> None:
@@ -183,5 +185,7 @@ class Report:
             f"with a cache{of_batch and ', all inputs together'}. The new tokens are the last ones of the length.",
         }
         explained = [meanings[key] for *_, key, _ in self._columns if key in meanings]
+        if self._num_rows > len(result["measurements"]):
+            explained.append("Of two rows for the same tokens and attention, the later one counts.")
         sentences = [*result["notes"], *result["summary"], result["recommendation"], *more]
         typer.echo("\n".join(["", *explained, "", *filter(None, sentences)]))

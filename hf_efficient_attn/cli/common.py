@@ -140,7 +140,7 @@ DEFAULT_METHODS = "the default methods that support the model; `hf-efficient-att
 DTYPES = ("float32", "bfloat16", "float16")
 
 _dtypes = f"Dtype of the model: {', '.join(DTYPES)}. [default: that of the checkpoint]"
-_minutes = "End after about this time: leave out measurements that are not expected to fit."
+_minutes = "End after about this time: measure everything a little first, and leave out what is not expected to fit."
 _pickle = "Read pytorch_model.bin (weights only) if there are no safetensors."
 _place = "Where PyTorch computes, such as cuda, cuda:1 or mps. [default: cpu]"
 _settings = "A hyperparameter; method.key=value sets it for one method only."

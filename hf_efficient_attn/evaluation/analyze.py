@@ -13,7 +13,7 @@ import pathlib
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,17 @@ from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.evaluation import calibration
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, forward, summarize_attention
+from hf_efficient_attn.evaluation.capture import (
+    AttentionSummary,
+    Batch,
+    Call,
+    capture_attention,
+    forward,
+    summarize_attention,
+)
 from hf_efficient_attn.evaluation.choices import Choice, accept, choose_each, choose_one, measure_seconds
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
-from hf_efficient_attn.evaluation.defaults import make_candidates
+from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
@@ -39,6 +46,8 @@ BUDGETS = (64, 128, 256, 512)
 # The first length in common use at which methods are faster than exact attention on a CPU.
 DEFAULT_LENGTH = 2048
 DEFAULT_MAX_ERROR = 0.2
+# About what a method costs besides its columns, and the properties of a matrix, in keys for each query and in matrices.
+_OVERHEAD, _MATRIX = 256, 20
 # Properties need dense matrices. They are measured up to this length, on the first input.
 _MAX_LENGTH = 4096
 
@@ -77,7 +86,8 @@ def analyze(
           logits). The last three need a run of the model, and are None after Ctrl-C.
         - "calibrated": the choice as `convert --config` and `hea.convert` take it, without default hyperparameters.
         - "max_error", "per_layer", "budgets" (those below the number of tokens), "is_causal", "tokens".
-        - "complete": whether all was measured; "left_out": the layers that were not. They stay exact.
+        - "complete": whether all was measured; "left_out": the layers that were not. They stay exact. "partial": those
+          that were measured on fewer sequences or with fewer candidates, since the time was over.
 
     Raises:
         UnsupportedAttentionError: as `hea.calibrate`; but if no method keeps the limit, "recommended" is None.
@@ -91,11 +101,16 @@ def analyze(
     used = sorted({one.columns for one in candidates if one.columns is not None})
     about = {**(about or {}), "tokens": summary.max_kv_len}
     execution.on_begin(about)
-    waiting = Counter(call.name for call in summary.calls)  # the calls of each module that are still to be measured
-    num_keys, entries = summary.max_kv_len, list[dict[str, Any]]()
+    num_keys, entries = summary.max_kv_len, dict[str, dict[str, Any]]()  # of the modules that are complete
+    visits = _plan_visits(candidates, used, summary, is_limited=execution.minutes is not None)
+    calls, done = Counter(call.name for call in summary.calls), Counter[str]()  # of each module: calls, and visits
     # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
     values: dict[str, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-    plan = [Step(call.name, math.prod(call.query.shape[1:3]) * call.key.shape[2], call.layer) for call in summary.calls]
+    plan = [
+        Step(call.name, visit.cost(call, has_properties=num_keys <= _MAX_LENGTH), visit, stage)
+        for stage, visit in enumerate(visits)
+        for call in summary.calls
+    ]
 
     def entry(call: Call) -> dict[str, Any]:
         """The means of the numbers of a module over sequences."""
@@ -135,9 +150,16 @@ def analyze(
         }
 
     def result(*, is_over: bool = False) -> dict[str, Any] | None:
+        for call in summary.calls:  # those that were measured in part, too
+            if calls[call.name] <= done[call.name] and call.name not in entries:
+                entries[call.name] = entry(call)
+                execution.on_row(entries[call.name])
         if not entries:
             return None
-        missing = [call.name if call.layer is None else call.layer for call in summary.calls if waiting[call.name]]
+        names = {call.name: call.name if call.layer is None else call.layer for call in summary.calls}
+        missing = list(dict.fromkeys(label for name, label in names.items() if done[name] < calls[name]))
+        partial = [label for name, label in names.items() if calls[name] <= done[name] < len(visits) * calls[name]]
+        partial = [label for label in dict.fromkeys(partial) if label not in missing]
         table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
         # After Ctrl-C the user does not want to wait for more measurements.
         measure = None if is_over else functools.partial(measure_seconds, model, batch)
@@ -146,38 +168,76 @@ def analyze(
         settings = calibration.make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
         return {
             **about,
-            "layers": entries,
+            "layers": [entries[name] for name in names if name in entries],
             "recommended": settings and recommended(chosen, settings, is_over),
             "calibrated": settings and settings.to_dict(defaults=False),
             "max_error": max_error,
             "per_layer": per_layer,
             "budgets": used,
             "is_causal": summary.is_causal,
-            "complete": not missing,
-            "left_out": list(dict.fromkeys(missing)),
+            "complete": not missing and not partial,
+            "left_out": missing,
+            "partial": partial,
         }
 
     with partial_result(lambda: result(is_over=True)):
         with contextlib.closing(carry_out(plan, execution)) as steps:
 
             def visit(call: Call) -> None:
-                if next(steps, None) is None and entries:
-                    raise TimeoutError  # the rest of the forward pass does not fit into the time
-                for candidate, errors in study.add(call).items():
-                    values[call.name][candidate] += [errors[b] for b in call.sequences]
-                if num_keys <= _MAX_LENGTH:
+                step = next(steps, None)
+                if step is None and done:
+                    raise TimeoutError  # the rest does not fit into the time
+                assert step is not None  # the first step is always carried out
+                some: _Visit = step.key
+                for candidate, errors in study.add(call.rows(some.rows), some.candidates, some.rows.start).items():
+                    values[call.name][candidate] += [errors[b] for b in call.rows(some.rows).sequences]
+                if some.properties and num_keys <= _MAX_LENGTH:
                     for name, heads in _matrix_properties(call.row(0)).items():
                         values[call.name][name].append(heads)
-                waiting[call.name] -= 1
-                if not waiting[call.name]:
-                    entries.append(entry(call))
-                    execution.on_row(entries[-1])
+                done[call.name] += 1
+                if done[call.name] == len(visits) * calls[call.name]:
+                    entries[call.name] = entry(call)
+                    execution.on_row(entries[call.name])
 
-            with contextlib.suppress(TimeoutError), capture_attention(model, visit):
-                forward(model, batch)
+            with contextlib.suppress(TimeoutError):
+                for _ in visits:
+                    with capture_attention(model, visit):
+                        forward(model, batch)
         found = result()
     assert found is not None  # the first step is always carried out
     return found
+
+
+class _Visit(NamedTuple):
+    """What is measured in one forward pass: candidates on some sequences, and properties of the first one."""
+
+    candidates: Sequence[Candidate]
+    rows: slice
+    properties: bool
+
+    def cost(self, call: Call, *, has_properties: bool) -> float:
+        """The estimated cost in a call, in keys for each query and head."""
+        (_, num_heads, q_len, _), num_keys = call.query.shape, call.key.shape[2]
+        columns = sum(one.columns or one.config.to_measure().exact_length for one in self.candidates)
+        rows = len(range(len(call.query))[self.rows])
+        each = rows * (columns + _OVERHEAD * len(self.candidates) + num_keys)
+        return num_heads * q_len * (each + _MATRIX * num_keys * (self.properties and has_properties))
+
+
+def _plan_visits(
+    candidates: Sequence[Candidate], budgets: Sequence[int], summary: AttentionSummary, *, is_limited: bool
+) -> list[_Visit]:
+    """What the forward passes measure. Within a limit of time all layers come first, and then all that is left."""
+    if not is_limited:
+        return [_Visit(candidates, slice(0, None), properties=True)]
+    middle, first = budgets[len(budgets) // 2], dict[str, Candidate]()
+    for one in sorted(candidates, key=lambda one: math.inf if one.columns is None else abs(one.columns - middle)):
+        first.setdefault(one.label, one)
+    rest = [one for one in candidates if one not in first.values()]
+    visits = [_Visit([*first.values()], slice(0, 1), properties=False), _Visit(rest, slice(0, 1), properties=True)]
+    if len(summary.calls[0].query) > 1:
+        visits.append(_Visit(candidates, slice(1, None), properties=False))
+    return visits
 
 
 def _matrix_properties(call: Call) -> dict[str, Tensor]:

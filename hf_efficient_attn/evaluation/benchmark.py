@@ -68,16 +68,17 @@ def benchmark_checkpoint(
             time limit of `execution`, allows.
         data: as in `data.ModelData`. No errors are measured on random pixels.
         procedure: how the methods are measured.
-        execution: a limit of time, and functions that get each row of "measurements". What does not fit into the
-            limit is left out, the longest inputs first.
+        execution: a limit of time, and functions that get each row of "measurements". With a limit, everything is
+            first measured once, on one batch. As far as the time allows it is then measured in full, the shortest
+            inputs first. What does not even fit once is left out, the longest inputs first.
         allow_pickle: see `source`.
 
     Returns:
         a dictionary for JSON: "format", "source" (`CheckedSource.title`), "task", "machine", "data", "agreement" (which
         measure), "labels" (of the methods), "chunk" (the tokens of a piece where longer texts are also embedded as the
         mean of their pieces, or None), "notes" (sentences), what `conclude` returns, "complete" (whether
-        everything was measured), "left_out" (names of the measurements that are missing), and "measurements", one for
-        each length and method:
+        everything was measured in full), "left_out" (names of the measurements that are missing), "only_first" (names
+        of those that were made once only), and "measurements", one for each length and method:
 
         - "seconds": of a forward pass, median of the rounds.
         - "speed_up", "speed_up_min", "speed_up_max": over exact attention, median and extremes of the rounds.
@@ -90,6 +91,7 @@ def benchmark_checkpoint(
           masked tokens; None for other tasks.
         - "first_token_seconds", "tokens_per_second": of generation at the end of the length, with the cache that the
           model makes itself; None for other tasks than causal language modeling.
+        - "is_first": whether it was measured once only, on one batch, without memory and generation.
 
     Raises:
         UnsupportedAttentionError: before anything is measured, for a source, a method, a length or data that cannot be
@@ -124,12 +126,19 @@ def benchmark_checkpoint(
             )
         chunk = native if task == "embedding" and not is_image and not is_pair else None
         plan = _make_plan(model, inputs, procedure, chosen, list(settings), chunk)
+        stages = [step._replace(stage=1) for step in plan]
+        if execution.minutes is not None:
+            stages = [*_make_plan(model, inputs, procedure.first(), chosen, list(settings), chunk), *stages]
         variants = make_variants(model, settings, own if methods is None else None, max(chosen), chunk)
         rows: list[dict[str, Any]] = []
+        row_of: dict[tuple[int, str], int] = {}  # the key of a step -> the index of its row
 
         def result() -> dict[str, Any]:
-            left_out = [step.name for step in plan[len(rows) :]]
-            missing = f"Not complete. Not measured: {', '.join(left_out)}." if left_out else None
+            left_out = [step.name for step in plan if step.key not in row_of]
+            only_first = [step.name for step in plan if step.key in row_of and rows[row_of[step.key]]["is_first"]]
+            missing = "Not complete." if left_out or only_first else ""
+            missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
+            missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
             return {
                 "format": FORMAT,
                 "source": checked.title,
@@ -140,8 +149,9 @@ def benchmark_checkpoint(
                 "labels": list(settings),
                 "chunk": chunk,
                 "measurements": rows,
-                "complete": not left_out,
+                "complete": not missing,
                 "left_out": left_out,
+                "only_first": only_first,
                 "notes": [note for note in [*notes, *_notes_on(rows, inputs, chunk), missing] if note],
                 **conclude(rows, list(settings)),
             }
@@ -150,14 +160,17 @@ def benchmark_checkpoint(
         with (
             partial_result(lambda: result() if rows else None),
             timing.use_device(model.device),
-            contextlib.closing(carry_out(plan, execution)) as steps,
+            contextlib.closing(carry_out(stages, execution)) as steps,
         ):
             for step in steps:
                 length, label = step.key
                 if label == EXACT:
-                    comparison = LengthComparison(variants, inputs, length, procedure)
-                rows.append(comparison.measure(label))
-                execution.on_row(rows[-1])
+                    how = procedure if step.stage else procedure.first()
+                    comparison = LengthComparison(variants, inputs, length, how)
+                row = comparison.measure(label)
+                index = row_of.setdefault(step.key, len(rows))
+                rows[index : index + 1] = [row]
+                execution.on_row(row)
     return result()
 
 
@@ -187,7 +200,8 @@ def _make_plan(
     per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    passes, steps = max(procedure.rounds, math.ceil(data.rows / procedure.batch) if data.is_real else 0), []
+    batches = math.ceil(data.rows / procedure.batch) if data.is_real and not procedure.is_first else 0
+    passes, steps = max(procedure.rounds, batches), []
     for length in lengths:
         exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
         costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}

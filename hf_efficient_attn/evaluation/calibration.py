@@ -232,12 +232,14 @@ class Study:
     """Errors and times of methods in the layers of a model, which are collected call by call.
 
     `table` has the errors; of several calls in a layer, such as self and cross attention, the largest. `seconds` has
-    the sum of single calls. `tokens` has the number of tokens of the longest sequence in each layer.
+    the time of a sequence and call, from the calls that were measured. `tokens` has the number of tokens of the longest
+    sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
         self.table: ErrorTable = {}
-        self.seconds: Seconds = defaultdict(float)
+        self._taken: Seconds = defaultdict(float)
+        self._sequences = Counter[tuple[Layer, Candidate | None]]()
         self.tokens = Counter[Layer]()
         self._batch = 0
         causal = [one for one in candidates if one.config.method in methods_with("causal")]
@@ -245,23 +247,35 @@ class Study:
             call.layer: list(causal if call.layer in summary.causal_layers else candidates) for call in summary.calls
         }
 
-    def add(self, call: Call) -> dict[Candidate, Tensor]:
-        """Measure the methods in a call: candidate -> errors (B, H)."""
+    @property
+    def seconds(self) -> Seconds:
+        """The seconds of candidates in the layers, and of exact attention (None)."""
+        return {key: taken / self._sequences[key] for key, taken in self._taken.items()}
+
+    def add(self, call: Call, some: Sequence[Candidate] | None = None, first: int = 0) -> dict[Candidate, Tensor]:
+        """Measure the methods in a call: candidate -> errors (B, H).
+
+        `some` are the candidates to measure; None for all. `first` is the index in the batch of the first sequence.
+        """
         found: dict[Candidate, Tensor] = {}
         taken: dict[Candidate | None, float] = {None: _first_time(call.compute_exact)[1]}
         for one in self._candidates[call.layer]:
+            if some is not None and one not in some:
+                continue
             config = one.config.to_measure()
             output, taken[one] = _first_time(work_of(call, config))
             found[one] = call.errors(config, None, output)
         if call.layer is None:
             return found
         for candidate, seconds in taken.items():
-            self.seconds[call.layer, candidate] += seconds
+            self._taken[call.layer, candidate] += seconds
+            self._sequences[call.layer, candidate] += len(call.query)
         self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
         for candidate, errors in found.items():
             known = self.table.setdefault((call.layer, candidate), {})
             for b in call.sequences:
-                known[self._batch, b] = max(errors[b].mean().item(), known.get((self._batch, b), 0.0))
+                index = self._batch, first + b
+                known[index] = max(errors[b].mean().item(), known.get(index, 0.0))
         return found
 
     def end_batch(self, max_error: float) -> None:

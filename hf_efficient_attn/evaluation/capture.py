@@ -77,9 +77,12 @@ class Call(NamedTuple):
 
     def row(self, index: int) -> "Call":
         """The call for one sequence of the batch."""
-        one = slice(index, index + 1)
-        key_mask = None if self.key_mask is None else self.key_mask[one]
-        tensors = {name: getattr(self, name)[one] for name in ("query", "key", "value", "exact")}
+        return self.rows(slice(index, index + 1))
+
+    def rows(self, some: slice) -> "Call":
+        """The call for some sequences of the batch."""
+        key_mask = None if self.key_mask is None else self.key_mask[some]
+        tensors = {name: getattr(self, name)[some] for name in ("query", "key", "value", "exact")}
         return self._replace(**tensors, key_mask=key_mask)
 
     def chosen(self, config: MethodConfig | None) -> MethodConfig | None:

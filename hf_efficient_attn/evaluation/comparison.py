@@ -96,6 +96,12 @@ class Procedure(NamedTuple):
     new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
     errors: bool = True  # whether to measure the errors of layers
 
+    is_first: bool = False  # whether it is a first measurement, on one batch
+
+    def first(self) -> "Procedure":
+        """The procedure of a first measurement: one round, on one batch, with errors of one input."""
+        return self._replace(rounds=1, memory=False, new_tokens=0, is_first=True)
+
 
 class LengthComparison:
     """Measurements of variants on inputs of one length.
@@ -107,7 +113,8 @@ class LengthComparison:
 
     def __init__(self, variants: Mapping[str, Variant], data: ModelData, length: int, procedure: Procedure) -> None:
         self._variants, self._data, self._length, self._procedure = variants, data, length, procedure
-        self._batches = math.ceil(data.rows / procedure.batch) if data.is_real else 0
+        rows = min(data.rows, procedure.batch) if procedure.is_first else data.rows
+        self._batches = math.ceil(rows / procedure.batch) if data.is_real else 0
         self._references: list[Answer] = []  # those of exact attention, one for each batch
         self._exact_seconds = 0.0  # the latest time of exact attention
         self._exact_calls = 1  # how many calls are timed together for it
@@ -189,6 +196,7 @@ class LengthComparison:
             "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
             "first_token_seconds": generation[0],
             "tokens_per_second": generation[1],
+            "is_first": procedure.is_first,
         }
 
     def _is_exact(
@@ -236,7 +244,7 @@ class LengthComparison:
                 errors[label].setdefault(call.layer, []).append(error)
 
         exact = self._variants[EXACT].model
-        for index in range(min(ERROR_INPUTS, self._data.rows)):
+        for index in range(min(1 if self._procedure.is_first else ERROR_INPUTS, self._data.rows)):
             with capture_attention(exact, visit):
                 forward(exact, self._data.inputs(self._length, index, 1).values)
         return {

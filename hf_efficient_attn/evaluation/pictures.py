@@ -71,7 +71,8 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     layers = result["layers"]
     names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in layers]
     errors = [entry["errors"] for entry in layers]
-    largest = max((max(heads) for one in errors for sizes in one.values() for heads in sizes.values()), default=0.0)
+    known = [heads for one in errors for sizes in one.values() for heads in sizes.values() if heads]
+    largest = max(map(max, known), default=0.0)
     limits = {"vmin": 0.0, "vmax": min(1.0, largest) or 1.0}
     # Title, numbers (for each layer one per head, or None) and scale of each map.
     rows: list[list[tuple[str, list[list[float] | None], dict[str, Any]]]] = [[]]

@@ -56,26 +56,32 @@ class Execution:
 
 
 class Step(NamedTuple):
-    """A part of a measurement: its name, its estimated cost in any unit, and what the caller needs to do it."""
+    """A part of a measurement: its name, its estimated cost in any unit, and what the caller needs to do it.
+
+    A measurement with a limit of time has stages: first a little of everything, then more of everything.
+    """
 
     name: str
     cost: float
     key: Any = None
+    stage: int = 0
 
 
 def carry_out(plan: Sequence[Step], execution: Execution) -> Generator[Step, None, None]:
     """Yield steps until the time limit, with a progress bar in proportion to their costs.
 
-    The first step is always carried out. The iteration stops at the first later step that is not expected to end in
-    time, at the pace of the steps before it. A step is done when the next one is requested. Closing the generator
-    removes the bar.
+    The first step is always carried out. A stage ends at its first other step that is not expected to end in time, at
+    the pace of the steps before it; then comes the next stage. A step is done when the next one is requested. Closing
+    the generator removes the bar.
     """
     layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    begin, done = time.monotonic(), 0.0
+    begin, done, over = time.monotonic(), 0.0, -1
     with tqdm(total=sum(step.cost for step in plan) or 1.0, bar_format=layout, disable=None, leave=False) as bar:
         for step in plan:
             if done and (time.monotonic() - begin) / done * step.cost > execution.seconds_left():
-                return
+                over = step.stage
+            if step.stage == over:
+                continue
             bar.set_description(step.name)
             yield step
             done += step.cost

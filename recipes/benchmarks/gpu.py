@@ -10,7 +10,8 @@ The run has three parts, and writes gpu.json, gpu.md and gpu.png into OUT after 
 2. Errors: the relative error (operator norm) in the dtype of the measurement, against exact attention in float32.
 3. Times: forward, and forward and backward, 16 heads of 64 in bfloat16, from 8,192 to 1,048,576 tokens. Every method is
    compared with each exact kernel that the device has: flash attention (version 3 if `flash_attn_interface` is
-   installed), cuDNN's, and the memory-efficient one. Lengths that would not end in time are left out.
+   installed), cuDNN's, and the memory-efficient one. All lengths are measured once, and then in three rounds. Lengths
+   that would not end in time are left out.
 
 On MPS, PyTorch's exact attention forms all scores, and is wrong if there are more than 2^31 of them (11,585 tokens with
 16 heads). Such a call is never made here: exact attention is left out of longer lengths.
@@ -23,6 +24,7 @@ measured: at 8,192, 16,384, 65,536 and 131,072 tokens `longformer` 5, 12, 50, 11
 import contextlib
 import functools
 import importlib.util
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -134,7 +136,7 @@ def runs(call: Callable[[], Any], label: str) -> bool:
     return True
 
 
-def times(configs: Mapping[str, MethodConfig], case: Case) -> list[dict[str, Any]]:
+def times(configs: Mapping[str, MethodConfig], case: Case, num_rounds: int) -> list[dict[str, Any]]:
     """The seconds of every exact kernel and method that runs, medians over rounds, with the ratio to each kernel."""
     inputs, device = make_inputs(case), torch.device(case.device)
 
@@ -147,12 +149,13 @@ def times(configs: Mapping[str, MethodConfig], case: Case) -> list[dict[str, Any
     calls |= {label: functools.partial(run_once, config, inputs, case) for label, config in configs.items()}
     calls = {label: call for label, call in calls.items() if runs(call, label)}
     numbers = {label: calls_to_time(call) for label, call in calls.items()}
-    rounds = [{label: time_calls(call, numbers[label]) for label, call in calls.items()} for _ in range(_ROUNDS)]
-    seconds = {label: sorted(one[label] for one in rounds)[_ROUNDS // 2] for label in calls}
+    rounds = [{label: time_calls(call, numbers[label]) for label, call in calls.items()} for _ in range(num_rounds)]
+    seconds = {label: sorted(one[label] for one in rounds)[num_rounds // 2] for label in calls}
     kernels = [label for label in calls if label.startswith("exact")]
     return [
         {
             "attention": label, "length": case.length, "backward": case.backward, "seconds": taken,
+            "rounds": num_rounds,
             "ratios": {kernel.removeprefix("exact, "): seconds[kernel] / taken for kernel in kernels},
             "extra_memory": extra_memory(configs.get(label), case) if label in configs else None,
         }
@@ -233,8 +236,10 @@ def gpu(
     # In seconds on an H100, roughly; the pace is measured.
     steps = [Step(f"promises of {label}", 1.0, ("promises", label)) for label in configs]
     steps += [Step(f"error of {label}", 0.3, ("errors", label)) for label in configs]
-    for n in lengths:
-        steps += [Step(f"{n:,} tokens", 2.0 * max(1.0, n / 32768) * factor, (n, factor == 3)) for factor in (1, 3)]
+    for stage, rounds in enumerate((1, _ROUNDS)):
+        for n, factor in itertools.product(lengths, (1, 3)):
+            cost = 0.5 * (1 + rounds) * max(1.0, n / 32768) * factor
+            steps.append(Step(f"{n:,} tokens, rounds: {rounds}", cost, (n, (factor == 3, rounds)), stage))
     with use_device(where):
         for step in carry_out(steps, execution):
             part, value = step.key
@@ -243,7 +248,9 @@ def gpu(
             elif part == "errors":
                 result["errors"][value] = error(configs[value], case)
             else:
-                result["times"] += times(configs, case._replace(length=part, backward=value))
+                one = case._replace(length=part, backward=value[0])
+                kept = [row for row in result["times"] if (row["length"], row["backward"]) != (part, value[0])]
+                result["times"] = sorted(kept + times(configs, one, value[1]), key=lambda row: row["length"])
                 write(result, output)
     write(result, output)
     typer.echo(markdown(result))

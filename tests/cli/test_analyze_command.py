@@ -203,6 +203,61 @@ def test_rows_as_they_finish_and_a_limit_of_time():
     assert found["recommended"]["exact_layers"] == [1]
 
 
+def test_all_layers_are_measured_a_little_before_any_is_measured_in_full(monkeypatch):
+    """Every method at one budget on one input; then everything on one input, and on the others."""
+    add, clock, seen = calibration.Study.add, [0.0], []
+
+    def slow(study, call, some, first):
+        clock[0] += len(some) * len(call.query)
+        seen.append((call.layer, first, len(call.query), len(some)))
+        return add(study, call, some, first)
+
+    monkeypatch.setattr(calibration.Study, "add", slow)
+    monkeypatch.setattr("hf_efficient_attn.evaluation.progress.time.monotonic", lambda: clock[0])
+    given = tiny_model("bert"), tiny_batch("bert", batch=3)
+    options = {
+        "methods": [make_config(x) for x in ("longformer", "kdeformer")],
+        "budgets": [8, 16, 32],
+        "max_error": 9.0,
+    }
+    rows = []
+
+    def run(seconds):
+        seen.clear()
+        rows.clear()
+        return analyze.analyze(*given, **options, execution=Execution(seconds / 60, rows.append, _start=clock[0]))
+
+    found = run(4.1)
+    assert seen == [(0, 0, 1, 2), (1, 0, 1, 2)]
+    assert (found["complete"], found["left_out"], found["partial"]) == (False, [], [0, 1])
+    assert rows == found["layers"] and all(entry["stable_rank"] is None for entry in rows)
+    for entry in rows:
+        assert {key: heads is not None for key, heads in entry["errors"]["kdeformer"].items()} == {
+            "8": False, "16": True, "32": False,
+        }  # fmt: skip
+    assert {one["columns"] for one in found["recommended"]["layers"]} == {16}
+    found = run(10_000)
+    assert seen == [(layer, *rest) for rest in ((0, 1, 2), (0, 1, 4), (1, 2, 6)) for layer in (0, 1)]
+    assert (found["complete"], found["left_out"], found["partial"]) == (True, [], [])
+    whole = analyze.analyze(*given, **options, execution=Execution())
+    assert seen[6:] == [(layer, 0, 3, 6) for layer in (0, 1)]
+    for one, other in zip(found["layers"], whole["layers"], strict=True):
+        assert one["stable_rank"] == pytest.approx(other["stable_rank"])
+        for label, sizes in other["errors"].items():
+            for key, heads in sizes.items():
+                assert one["errors"][label][key] == pytest.approx(heads, rel=1e-3)
+
+
+def test_the_command_says_what_was_measured_in_part(made, text, tmp_path, figures, capsys):
+    """And draws it."""
+    pytest.importorskip("matplotlib")
+    line = ["analyze", made("bert"), "--data", text, "--length", 60, *QUICK, "--budgets", "8,16", "--output", tmp_path]
+    out = " ".join(shown(capsys, *line, "--minutes", 1e-9).out.split())
+    assert "Layers that were not measured and stay exact: 1. Layers that were measured in part: 0. Give" in out
+    assert "| - 0." in out
+    assert read(tmp_path, "analysis.json")["partial"] == [0]
+
+
 def test_an_interruption_keeps_the_complete_layers(made, text, tmp_path, capsys, monkeypatch):
     """All of them, if it comes during the last measurement."""
     errors = capture.Call.errors

@@ -398,11 +398,48 @@ def test_rows_as_they_finish_and_a_limit_of_time(made, text):
     execution = Execution(minutes=60, on_begin=told.append, on_row=told.append)
     result = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60], execution=execution, **options)
     assert told[0]["measurements"] is result["measurements"] and told[0]["labels"] == ["window"]
-    assert told[1:] == result["measurements"] and len(told) == 5
-    assert result["complete"] is True and result["left_out"] == []
+    assert [row["is_first"] for row in told[1:]] == [True] * 4 + [False] * 4
+    assert told[5:] == result["measurements"] and len(told) == 9
+    assert result["complete"] is True and result["left_out"] == result["only_first"] == []
     limited = bench(made("bert"), WINDOW, [30, 60], data=text, minutes=1e-6)
     assert limited["left_out"] == ["window at 30 tokens", "sdpa at 60 tokens", "window at 60 tokens"]
     assert limited["complete"] is False and len(limited["measurements"]) == 1  # the first is always measured
+
+
+def test_all_lengths_are_measured_once_before_any_is_measured_in_full(made, text, monkeypatch, capsys):
+    """In the time that all measurements of the first length take, and more with more time."""
+    measure, clock, seen = comparison.LengthComparison.measure, [0.0], []
+
+    def slow(self, label):
+        clock[0] += self._length / 30 * (1 if self._procedure.is_first else 10)
+        seen.append((self._length, label, self._batches))
+        return measure(self, label)
+
+    monkeypatch.setattr(comparison.LengthComparison, "measure", slow)
+    monkeypatch.setattr("hf_efficient_attn.evaluation.progress.time.monotonic", lambda: clock[0])
+    options = {"data": text, "procedure": Procedure(rounds=10, memory=False)}
+    execution = lambda minutes: Execution(minutes, _start=clock[0])  # noqa: E731
+    labels = [(length, label) for length in (30, 60, 90) for label in ("sdpa", "window")]
+    found = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60, 90], execution=execution(16 / 60), **options)
+    assert seen == [(*one, 1) for one in labels]  # on one batch each
+    assert (found["left_out"], len(found["only_first"]), found["complete"]) == ([], 6, False)
+    assert has_note(found, "Not complete. Measured once only: sdpa at 30 tokens, window at 30 tokens, sdpa at 60")
+    found = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60, 90], execution=execution(40 / 60), **options)
+    assert seen[6:12] == seen[:6] and seen[12] == (30, "sdpa", 4) and 0 < len(found["only_first"]) < 6
+    assert [(row["length"], row["attention"]) for row in found["measurements"]] == labels
+    line = (
+        "benchmark",
+        made("bert"),
+        "--methods",
+        "longformer:window_size=3",
+        "--lengths",
+        "30",
+        "--data",
+        text,
+        *FAST,
+    )
+    assert "the later one counts" in shown(capsys, *line, "--minutes", 60).out
+    assert "the later one counts" not in shown(capsys, *line).out
 
 
 def test_long_texts_are_also_embedded_in_pieces(made, text):

@@ -237,9 +237,11 @@ def test_one_run_of_the_gpu_benchmark(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else built_for
     )
-    folder = tmp_path / "out"
-    words = "--dtype float32 --heads 2 --minutes 5 --method longformer,linformer --length 64 -o"
+    folder, order, times = tmp_path / "out", [], gpu.times
+    monkeypatch.setattr(gpu, "times", lambda *given: order.append((given[1].length, given[2])) or times(*given))
+    words = "--dtype float32 --heads 2 --minutes 5 --method longformer,linformer --length 32,64 -o"
     assert run(gpu, words, folder) == 0
+    assert order == [(length, rounds) for rounds in (1, 3) for length in (32, 32, 64, 64)]  # all lengths come first
     result = json.loads((folder / "gpu.json").read_text())
     kept = result["promises"]
     assert all(all(checks.values()) for checks in kept.values())
@@ -247,8 +249,10 @@ def test_one_run_of_the_gpu_benchmark(tmp_path, capsys, monkeypatch):
     assert 0 < result["errors"]["longformer"] < result["errors"]["linformer"]
     rows = [(row["attention"], row["length"], row["backward"]) for row in result["times"]]
     names = ["exact, default", "longformer", "linformer"]
-    assert rows == [(name, 64, backward) for backward in (False, True) for name in names]
-    assert all(row["seconds"] > 0 and row["ratios"].keys() == {"default"} for row in result["times"])
+    assert rows == [(name, n, backward) for n in (32, 64) for backward in (False, True) for name in names]
+    assert all(
+        row["seconds"] > 0 and row["rounds"] == 3 and row["ratios"].keys() == {"default"} for row in result["times"]
+    )
     printed = capsys.readouterr().out
     assert (folder / "gpu.md").read_text() in printed and "All promises are kept by 2 methods." in printed
     assert (folder / "gpu.png").stat().st_size > 1000
@@ -275,7 +279,7 @@ def test_exact_kernels_of_an_accelerator(monkeypatch):
     monkeypatch.setattr(gpu, "make_inputs", lambda case: ())
     monkeypatch.setattr(gpu, "exact_kernels", lambda device: called.append(device.type) or ["default"])
     for length in (8192, 16384):
-        gpu.times({}, memory.Case(length, num_heads=16, device="mps"))
+        gpu.times({}, memory.Case(length, num_heads=16, device="mps"), 1)
     assert called == ["mps"]
 
 
