@@ -17,8 +17,9 @@ DEVICE = re.compile(r"\bbackend\(|\bdevice\.type\b|\.is_cuda\b")
 NAME_ONLY = re.compile(r"autocast(_enabled)?\([^)\n]*\bdevice\.type\b|device_type=[\w.]*device\.type\b")
 # What makes numbers of the default dtype unless it gets one.
 MAKES_NUMBERS = {"zeros", "ones", "eye", "rand", "randn", "linspace", "logspace"}
-# crossover.py chooses lengths; call.py and projections.py switch autocast off for a device that they name first.
-MAY_ASK = {"attend.py", "tokens.py", "crossover.py", "call.py", "projections.py"}
+# wide.py replaces float64; crossover.py chooses lengths; call.py and projections.py switch autocast off for a device
+# that they name first.
+MAY_ASK = {"attend.py", "tokens.py", "wide.py", "crossover.py", "call.py", "projections.py"}
 
 
 def texts(*folders: str) -> dict[Path, str]:

@@ -12,7 +12,8 @@ The functions answer questions that two papers ask, for any queries and keys:
 `attention_error` compares a method with exact attention by the relative operator norm of KDEformer's section 4.1.
 
 All functions except those for errors build dense float64 matrices. They are for analysis, not for computing attention:
-sizes that do not fit in memory or take hours are refused. No gradient flows through any function of this module.
+sizes that do not fit in memory or take hours are refused. No gradient flows through any function of this module. For
+tensors of a device without float64 the CPU computes the result, which is moved to the device as float32.
 """
 
 from hf_efficient_attn.analysis import matrices, sparsity

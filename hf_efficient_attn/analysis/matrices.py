@@ -19,6 +19,7 @@ from hf_efficient_attn.methods import (
     method_info,
     naive_attention,
 )
+from hf_efficient_attn.ops.wide import in_float64
 
 __all__ = [
     "AttentionError",
@@ -50,6 +51,7 @@ class AttentionError(NamedTuple):
     frobenius: Tensor
 
 
+@in_float64
 @torch.no_grad()
 def softmax_matrix(
     query: Tensor,
@@ -84,6 +86,7 @@ def softmax_matrix(
     return scores.masked_fill_(~allowed, -torch.inf).softmax(3).nan_to_num_(0.0)
 
 
+@in_float64
 @torch.no_grad()
 def near_field_pairs(
     method_or_config: str | MethodConfig,
@@ -146,6 +149,7 @@ def near_field_pairs(
     return pairs
 
 
+@in_float64
 @torch.no_grad()
 def residual_matrix(
     method_or_config: str | MethodConfig, query: Tensor, key: Tensor, *, seed: int = 0, **options: Any
@@ -164,6 +168,7 @@ def residual_matrix(
     return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
 
 
+@in_float64
 @torch.no_grad()
 def operator_norm(matrix: Tensor) -> Tensor:
     """The largest singular value: (..., N, M) -> float64 (...), NaN for matrices that are not finite.
@@ -195,6 +200,7 @@ def operator_norm(matrix: Tensor) -> Tensor:
     return torch.where(size.isfinite(), norm * torch.where(is_finite, size, 0.0), torch.nan)
 
 
+@in_float64
 @torch.no_grad()
 def exact_output(
     query: Tensor,
@@ -232,6 +238,7 @@ def exact_output(
     return torch.cat(outs, 2)
 
 
+@in_float64
 @torch.no_grad()
 def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
     """Relative error |A - E| / |E| of every matrix, in the operator norm and in the Frobenius norm.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_efficient_attn.analysis.matrices import check_dense, operator_norm
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.wide import in_float64
 
 __all__ = ["OrderRatios", "head_to_tail", "order_statistics_ratio", "singular_values", "stable_rank"]
 
@@ -34,6 +35,7 @@ class OrderRatios(NamedTuple):
     to_next: Tensor
 
 
+@in_float64
 @torch.no_grad()
 def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, first: int = 50) -> Tensor:
     """Ratio of the tail's sum to the head's sum for every prefix: experiment (i) of the sparsity paper, assumption A.
@@ -87,6 +89,7 @@ def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
     return torch.stack(ratios, 1)
 
 
+@in_float64
 @torch.no_grad()
 def order_statistics_ratio(query: Tensor, key: Tensor, *, scale: float | None = None) -> OrderRatios:
     """Ratios of the n-th largest entry of the Gaussian kernel matrix to the 2n-th and to the (n+1)-th largest.
@@ -150,6 +153,7 @@ def _check_tokens(query: Tensor, key: Tensor) -> None:
         )
 
 
+@in_float64
 @torch.no_grad()
 def singular_values(matrix: Tensor) -> Tensor:
     """Singular values in descending order: (..., N, M) -> float64 (..., min(N, M)).
@@ -166,6 +170,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     return torch.linalg.svdvals(matrix.double())  # type: ignore[no-any-return]
 
 
+@in_float64
 @torch.no_grad()
 def stable_rank(matrix: Tensor) -> Tensor:
     """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.

@@ -38,6 +38,7 @@ from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_ca
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
+from hf_efficient_attn.ops.wide import widened
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAtte
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         if mask is not None and mask.shape == found.shape[:2]:
             found = found[mask.to(found.device).bool()]
-        states.append(found.double())
+        states.append(widened(found))
     error: float = ((states[1] - states[0]).norm() / states[0].norm()).item()
     return error
 

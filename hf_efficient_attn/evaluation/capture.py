@@ -113,7 +113,7 @@ class Call(NamedTuple):
         out = self.compute(config, parameters) if output is None else output
         with torch.autocast(out.device.type, enabled=False):
             error = row_error(out.flatten(0, 1), self.exact.flatten(0, 1), valid).estimate
-        return error.view(shape).double().cpu()
+        return error.view(shape).cpu().double()
 
     @property
     def sequences(self) -> list[int]:

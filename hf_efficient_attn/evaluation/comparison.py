@@ -19,6 +19,7 @@ from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
+from hf_efficient_attn.ops.wide import widened
 
 # task -> how the outputs of a method are compared with those of exact attention. For other tasks it is "top1".
 AGREEMENT = {"embedding": "cosine", "causal-lm": "perplexity_ratio"}
@@ -254,7 +255,7 @@ class LengthComparison:
 
 def _mean(*values: Tensor, is_log: bool = False) -> float | None:
     """The mean of all values, or its exponential; None without values, and for NaN and inf, which JSON has not."""
-    mean = torch.cat(values).double().mean().item() if values else math.nan
+    mean = widened(torch.cat(values)).mean().item() if values else math.nan
     if is_log:
         mean = math.exp(min(mean, 700.0))  # a huge number instead of an overflow
     return mean if math.isfinite(mean) else None
@@ -264,8 +265,8 @@ def _state_errors(answer: Answer, exact: Answer) -> Tensor:
     """|S - E| / |E| of the last hidden states (Frobenius norm) of each input; (0,) where they are not compared."""
     if answer.states is None or exact.states is None or exact.states.ndim != 3:
         return torch.empty(0, dtype=torch.float64)
-    reference = exact.states.double().flatten(1)
-    errors: Tensor = (answer.states.double().flatten(1) - reference).norm(dim=1) / reference.norm(dim=1)
+    reference = widened(exact.states).flatten(1)
+    errors: Tensor = (widened(answer.states).flatten(1) - reference).norm(dim=1) / reference.norm(dim=1)
     return errors
 
 
@@ -313,4 +314,4 @@ def compare(task: str, answer: Tensor, reference: Tensor) -> Tensor:
     """Compare answers with those of exact attention: cosines, differences of log likelihoods, or equality (0 or 1)."""
     if task == "embedding":
         return (answer * reference).sum(1).clamp(-1.0, 1.0)
-    return answer - reference if task == "causal-lm" else (answer == reference).double()
+    return answer - reference if task == "causal-lm" else widened(answer == reference)

@@ -161,7 +161,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         if method is not None:
             # One sequence at a time, because the mask of causal rows is (H, p, Nk).
             rows = zip(*(_sequence_error(call, b, num_rows, seed) for b in sequences), strict=True)
-            estimate, bound = (torch.stack(values).double().cpu() for values in rows)
+            estimate, bound = (torch.stack(values).cpu().double() for values in rows)
         name = EXACT if method is None else method.method
         errors.append(LayerError(call.layer, call.name, name, call.tokens, estimate, bound))
 

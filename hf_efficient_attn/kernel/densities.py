@@ -9,6 +9,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel.products import check_product
 from hf_efficient_attn.ops import kde
+from hf_efficient_attn.ops.wide import in_float64
 
 # Exponent of the cost of an estimate.
 _TAU = 0.5
@@ -29,6 +30,7 @@ class DensityReport:
     evaluations: int
 
 
+@in_float64
 def weighted_exponential_kde(
     points: Tensor, queries: Tensor, weights: Tensor, *, eps: float, seed: int = 0
 ) -> tuple[Tensor, DensityReport]:
@@ -106,6 +108,7 @@ def _log_densities(
     return out, DensityReport(tuple(levels), len(remaining), evaluations)
 
 
+@in_float64
 def softmax_column_norms(
     queries: Tensor, keys: Tensor, seed: int | Tensor = 0, *, eps: float = 1.0 / 3.0
 ) -> tuple[Tensor, Tensor]:

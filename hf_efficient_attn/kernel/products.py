@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.tokens import uniform
+from hf_efficient_attn.ops.wide import in_float64
 
 _GROUPS = 3
 # Variance of the median of three group means, relative to that of the mean of all draws. It is 1.35 for groups that are
@@ -66,6 +67,7 @@ class Plan(NamedTuple):
     projections: int  # projections that the plan has used
 
 
+@in_float64
 def kernel_matvec(queries: Tensor, keys: Tensor, x: Tensor, *, bandwidth: float) -> Tensor:
     """K x exactly, in blocks of queries, so that memory is linear in the number of points. Sums are in float64.
 
@@ -120,6 +122,7 @@ def attention_to_gaussian(
     return queries, keys, float(abs(scale) ** -0.5), 0.5 * abs(scale) * (query.square().sum(1) + largest)
 
 
+@in_float64
 def approx_kernel_matvec(
     queries: Tensor,
     keys: Tensor,

@@ -41,6 +41,7 @@ from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import dense_softmax, exact_attention
 from hf_efficient_attn.ops.shards import head_slice
 from hf_efficient_attn.ops.tokens import seed_value
+from hf_efficient_attn.ops.wide import in_float64
 
 # The probability with which one column of the product may exceed the error.
 _DELTA = 0.01
@@ -95,6 +96,7 @@ def _gaussian(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
     return queries / bandwidth, keys / bandwidth, log_factor  # (Nq, D), (Nk, D), (Nq,)
 
 
+@in_float64
 @torch.no_grad()
 def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
     """Yield the keys that are computed for queries of one head. All keys are computed for all other queries."""

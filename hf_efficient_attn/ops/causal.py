@@ -32,8 +32,8 @@ from hf_efficient_attn.ops.sampling import (
     column_scores,
     sample_keys,
     split_scale_evenly,
-    stratified_ranks,
 )
+from hf_efficient_attn.ops.strata import stratified_ranks
 from hf_efficient_attn.ops.tokens import (
     ceil_div,
     integers,
@@ -45,6 +45,7 @@ from hf_efficient_attn.ops.tokens import (
     sliced,
     take,
 )
+from hf_efficient_attn.ops.wide import in_float64
 
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22
@@ -120,9 +121,7 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     """
     norms, acc_dtype, length = None, accumulation_dtype(value.dtype), key.shape[2]
     if callable(options.scores):
-        pairs, seed = zip(query.flatten(0, 1), key.flatten(0, 1), strict=True), seed_value(options.seed)
-        logs = [options.scores(*split_scale_evenly(q, k, options.scale), seed)[0] for q, k in pairs]
-        norms = torch.stack(logs).unsqueeze(1).exp_().to(acc_dtype)
+        norms = _interval_norms(query.flatten(0, 1), key.flatten(0, 1), options).to(acc_dtype)
     elif options.scores == "probe":
         rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
@@ -133,6 +132,15 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     elif options.scores == "uniform":
         return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)
     return column_scores(value.flatten(0, 1), norms, None)
+
+
+@in_float64
+def _interval_norms(query: Tensor, key: Tensor, options: SamplingOptions) -> Tensor:
+    """Compute squared column norms of intervals (BH J, L, D) by the function `options.scores`: (BH J, 1, L)."""
+    norms, pairs = options.scores, zip(query, key, strict=True)
+    assert callable(norms)
+    logs = [norms(*split_scale_evenly(q, k, options.scale), seed_value(options.seed))[0] for q, k in pairs]
+    return torch.stack(logs).unsqueeze(1).exp_()
 
 
 def _ranks(

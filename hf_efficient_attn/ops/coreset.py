@@ -31,6 +31,7 @@ from hf_efficient_attn.ops.sampling import candidate_positions
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.thinning import choose_pivots
 from hf_efficient_attn.ops.tokens import constant, flat_index, slice_size, sliced, take
+from hf_efficient_attn.ops.wide import in_float64
 
 # Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
 _LARGER_SLICES = 5
@@ -192,17 +193,25 @@ def _weighted(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *,
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(value.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    # In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
+    weighted, bias = _solved(keys, kernel_scale, lse, (out - middle) / unit)
+    return weighted.to(key.dtype), bias.view(len(key), 1, 1, -1).to(key.dtype), middle, half
+
+
+@in_float64
+def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Weigh the means (BH, m, Dv) and 1 by the inverse of the kernel matrix of the coreset: (BH, m, Dv + 1) and a bias.
+
+    In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
+    """
     points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
     kernel = points @ points.mT
     log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)  # (BH, m, 1)
     kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
     weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
-    weighted = regularized_solve(kernel, with_ones((out - middle) / unit) * weights, RIDGE)  # (BH, m, Dv + 1)
+    weighted = regularized_solve(kernel, with_ones(values) * weights, RIDGE)
     # The size of the weights goes into the exponent of the query.
     size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
-    bias = (size.log() + log_size).view(len(key), 1, 1, -1).to(key.dtype)
-    return (weighted / size).to(key.dtype), bias, middle, half
+    return weighted / size, size.log() + log_size
 
 
 class GrowingCoreset(NamedTuple):

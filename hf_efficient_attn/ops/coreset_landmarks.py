@@ -31,6 +31,7 @@ from hf_efficient_attn.ops.tokens import (
     sliced,
     take,
 )
+from hf_efficient_attn.ops.wide import widened
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7 and .85, .6 has the least error.
 TEMPERATURE = 0.6
@@ -98,7 +99,7 @@ class Landmarks(NamedTuple):
 @constant
 def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
     """Return the middle of each of `count` equal parts of the sequence."""
-    return ((torch.arange(count, dtype=torch.float64, device=device) + 0.5) * length / count).long()
+    return (2 * torch.arange(count, device=device) + 1) * length // (2 * count)
 
 
 def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
@@ -238,14 +239,25 @@ def directions(key: Tensor) -> Tensor:
     long as all other steps of `nearfar` together.
     """
     # Where this is not finite, any groups will do.
-    square = torch.bmm(key.mT, key).double()  # (BH, D, D)
+    square = widened(torch.bmm(key.mT, key))  # (BH, D, D)
     square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
-    square = square + identity(key.shape[2], _LEAST_VARIANCE, torch.float64, key.device)
-    basis = torch.bmm(square, square[..., :_GROUP_DIMS])  # (BH, D, F)
+    square = square + identity(key.shape[2], _LEAST_VARIANCE, square.dtype, key.device)
+    basis = square[..., :_GROUP_DIMS]  # (BH, D, F)
+    if square.dtype == torch.float32:  # would lose small singular values; another basis changes signs only
+        basis = _orthonormal(torch.bmm(square, _orthonormal(basis)))
+    else:
+        basis = torch.bmm(square, basis)
     image = torch.bmm(square, basis)  # (BH, D, F)
     lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
     factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)
     return factor
+
+
+def _orthonormal(basis: Tensor) -> Tensor:
+    """Make the columns of (BH, D, F) orthonormal, in their order."""
+    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, basis))[0]
+    columns: Tensor = torch.linalg.solve_triangular(lower, basis.mT, upper=False).mT
+    return columns
 
 
 @torch.no_grad()

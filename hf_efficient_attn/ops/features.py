@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype, sum_dtype
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.tokens import ceil_div, constant, normal
+from hf_efficient_attn.ops.wide import from_float64
 
 # The learned features, and the names of their maps as learned parameters.
 LEARNED = ("hedgehog", "t2r", "exp")
@@ -223,6 +224,7 @@ def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
 
 
 @constant
+@from_float64
 def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
     """Draw Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
 

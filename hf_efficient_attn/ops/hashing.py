@@ -30,6 +30,7 @@ from hf_efficient_attn.ops.tokens import (
     take,
     valid_first,
 )
+from hf_efficient_attn.ops.wide import wide_dtype
 
 
 class NearField(NamedTuple):
@@ -71,7 +72,8 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
     float64. The sorting key of a token that the mask, bool (BH, N) or None, excludes is inf.
     """
     length, device = x.shape[1], x.device
-    dtype = torch.float32 if length <= 2.0 ** (24 - num_hashes) else torch.float64
+    levels = 2.0 ** (24 - num_hashes)  # of a position that float32 holds beside a rank
+    dtype = torch.float32 if length <= levels else wide_dtype(device)
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.
     # The last hyperplane comes first, and all are negated, so that bit 1 has a negative sign: (r, D).
     planes = -hyperplanes(x.shape[2], num_hashes, seed, device).t().flip(0).to(x.dtype)
@@ -79,7 +81,10 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
     rank, count = integers(length, device)[None], torch.full((1, 1), length, device=device)
     if mask is not None:
         rank, count = mask.cumsum(1) - 1, mask.sum(1, keepdim=True).clamp(min=1)
-    share = rank.to(dtype) / count + (2.0**num_hashes - 1.0) / 2.0  # (1 or BH, N)
+    share = rank.to(dtype) / count
+    if dtype == torch.float32 and length > levels:  # so that no rounding moves a token to the next cell
+        share = (share * levels).floor() / levels
+    share = share + (2.0**num_hashes - 1.0) / 2.0  # (1 or BH, N)
     # (-1)^(bit b of the rank) is the product of the signs of the sides from b on.
     parity = torch.copysign(torch.ones((), dtype=dtype, device=device), sides).cumprod(1, dtype=dtype)  # (BH, r, N)
     powers = -(2.0 ** torch.arange(num_hashes - 2, -2, -1, dtype=dtype, device=device))  # -2^b / 2, the last b first

@@ -11,6 +11,7 @@ from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 from hf_efficient_attn.ops.tokens import inverse, take, valid_first
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
+from hf_efficient_attn.ops.wide import widened
 
 # `damped_solve` damps squared singular values below this share of |A|_1 |A|_inf. They are more noise than signal, and
 # six steps of the iteration damp all below a share of 1e-3 as well.
@@ -221,7 +222,7 @@ def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
     Returns:
         X, (..., M, N), in the dtype of `matrix`.
     """
-    a, right = matrix.double(), right.double()
+    a, right = widened(matrix), widened(right)
     gram = a.transpose(-1, -2) @ a  # (..., M, L) @ (..., L, M) -> (..., M, M)
     gram = gram + DAMPING * _norm_bound(a) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, _ = torch.linalg.cholesky_ex(gram)

@@ -24,9 +24,9 @@ from hf_efficient_attn.ops.sampling import (
     row_weights,
     sample_keys,
     sample_outside,
-    stratified_ranks,
 )
 from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.strata import strata, stratified_ranks
 from hf_efficient_attn.ops.tokens import (
     GatheredKeys,
     ceil_div,
@@ -96,7 +96,7 @@ def make_plan(
             near = near._replace(start=torch.where(short, before, near.start))
         num_blocks = 1 if options.shared else near.start.shape[1]
         offset = offsets(query.shape[0] // options.batch, options.seed, _SAMPLES, query.device).unsqueeze(1)
-        offset = (offset + _TURN * integers(num_blocks, query.device).double()).frac().repeat(options.batch, 1)
+        offset = (offset + _TURN * integers(num_blocks, query.device).to(offset.dtype)).frac().repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
         scores, group = sampling_scores(query, key, value, key_mask, near, rows, options)
@@ -198,7 +198,7 @@ def _spread_queries(
     if isinstance(num_queries, int):
         return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
     sampled, step = num_queries.clamp(1, count), integers(count, device)
-    ranks = ((step + offset) * num_queries / sampled).to(torch.int64)  # (BH, R)
+    ranks = strata(step, offset, num_queries, sampled)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
 
 

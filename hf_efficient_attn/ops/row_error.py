@@ -43,9 +43,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
 from hf_efficient_attn.ops.coreset import RIDGE, cluster_sums, nearest, regularized_solve, with_ones
 from hf_efficient_attn.ops.coreset_landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
-from hf_efficient_attn.ops.sampling import stratified_ranks
 from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.strata import strata, stratified_ranks
 from hf_efficient_attn.ops.tokens import even_positions, take, uniform
+from hf_efficient_attn.ops.wide import wide_dtype, widened
 
 _STREAM = 31
 # Squarings of a Gram matrix: the leading eigenvector is found as by 2**6 steps of the power method.
@@ -132,7 +133,7 @@ def sample_rows(
     offset = uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)  # (BH, p)
     # Of fewer queries than rows, each is a stratum of its own.
     sampled = available.clamp(max=count)
-    rank = ((torch.arange(count, device=device) + offset) * available / sampled.clamp(min=1)).to(torch.int64)
+    rank = strata(torch.arange(count, device=device), offset, available, sampled.clamp(min=1))
     rank = torch.minimum(rank, (available - 1).clamp(min=0))
     # The query of rank r is the first with r + 1 valid queries up to it.
     index = torch.searchsorted(query_mask.cumsum(1), rank + 1).clamp(max=q_len - 1)
@@ -233,15 +234,15 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     similarity = torch.baddbmm(-own.unsqueeze(2), centers, points.mT)
     similarity = (similarity - similarity.amax((1, 2), keepdim=True)).exp()
     sums = similarity @ with_ones(value)  # (BH, m, Dv + 1)
-    weights = regularized_solve(kernel.double(), sums.double(), RIDGE)
+    weights = regularized_solve(widened(kernel), widened(sums), RIDGE)
     scores = scale / root * query @ centers.mT if root else torch.zeros_like(query @ centers.mT)
-    logits = scores.double() - own.unsqueeze(1)  # (BH, p, m)
+    logits = widened(scores) - own.unsqueeze(1)  # (BH, p, m)
     basis = (logits - logits.amax(2, keepdim=True)).exp()
     out, size = basis @ weights, basis @ weights[..., -1:].abs()  # (BH, p, Dv + 1), (BH, p, 1)
     positive = out[..., -1:] > _LEAST_DENOMINATOR * size
     ratio = out[..., :-1] / torch.where(positive, out[..., -1:], 1.0)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
-    return torch.where(positive, ratio, (scores.softmax(2) @ means).double()).to(query.dtype)
+    return torch.where(positive, ratio, widened(scores.softmax(2) @ means)).to(query.dtype)
 
 
 class Forms(NamedTuple):
@@ -300,15 +301,15 @@ def attend_within_bound(
     while 2 * levels[-1] <= min(_MAX_COLUMNS, num_keys // 2):
         levels.append(2 * levels[-1])
     columns = torch.tensor(levels, device=device)
-    growth = columns.double().view(-1, 1, 1) / forms.columns  # (levels, 1, 1); costs are (levels, B, H)
+    growth = widened(columns).view(-1, 1, 1) / forms.columns  # (levels, 1, 1); costs are (levels, B, H)
     cost = _LARGEST_COST * (forms.length / num_keys) ** COST_POWER * growth**_COLUMNS_POWER + NUM_ROWS / num_keys
-    log_bound = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)  # (B, H)
+    log_bound = torch.full(shape, -torch.inf, dtype=growth.dtype, device=device)  # (B, H)
     if num_keys > 2 * NUM_KEYS:  # in a sequence that is hardly longer than its copy, an attempt costs less than it
-        error = screening_error(*heads, scale=scale).double().view(shape)
+        error = widened(screening_error(*heads, scale=scale)).view(shape)
         log_bound = torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / forms.columns) ** _GROWTH)
     cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
     possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
-    budget = torch.full((batch, 1), _LOSS * shape[1], dtype=torch.float64, device=device)
+    budget = torch.full((batch, 1), _LOSS * shape[1], dtype=growth.dtype, device=device)
     out = heads[2].new_empty(batch_heads, q_len, heads[2].shape[2])
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     while True:
@@ -331,7 +332,7 @@ def attend_within_bound(
             bound = _bound((q, k, v, part), forms, scale, seed)
             good = bound <= forms.max_error
             out[some[good]], columns_of[some[good]] = part[good], count
-            log_bound.view(-1)[some] = bound.double().log() + _GROWTH * math.log(count / forms.columns)
+            log_bound.view(-1)[some] = widened(bound).log() + _GROWTH * math.log(count / forms.columns)
             spread.view(-1)[some] = _SPREAD
         if bool(tried.any()):
             news = ((log_bound - guessed) * tried).sum(1, keepdim=True) / tried.sum(1, keepdim=True).clamp(min=1)
@@ -339,7 +340,7 @@ def attend_within_bound(
             log_bound = torch.where(others, log_bound + _SHARED * news, log_bound)
             spread = spread.masked_fill(others, _NEXT_SPREAD)
         done = (columns_of > 0).view(shape)
-        budget += torch.where(chosen, done.double() - price, 0.0).sum(1, keepdim=True)
+        budget += torch.where(chosen, done.to(price.dtype) - price, 0.0).sum(1, keepdim=True)
         possible = possible & ~done & ~(chosen & (columns.view(-1, 1, 1) <= columns[level]))
     rest = (columns_of == 0).nonzero()[:, 0]
     if len(rest):
@@ -354,7 +355,7 @@ def _bound(heads: tuple[Tensor, ...], forms: Forms, scale: float, seed: Seed, nu
     """
     (query, key, value, approximate), q_len, device = heads, heads[0].shape[1], heads[0].device
     # The output was fitted to the queries in the middle of equal strata.
-    middle = torch.full((1, 1), 0.5, dtype=torch.float64, device=device)
+    middle = torch.full((1, 1), 0.5, dtype=wide_dtype(device), device=device)
     probe = stratified_ranks(forms.num_probes, q_len, middle)
     available = torch.ones(1, q_len, dtype=torch.bool, device=device).scatter(1, probe, False)
     rows = sample_rows(1, q_len, num_rows or NUM_ROWS, available, num_heads=1, seed=seed, device=device)

@@ -12,7 +12,9 @@ from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.strata import independent_sample, strata, systematic_sample
 from hf_efficient_attn.ops.tokens import integers, seed_value, take, uniform, valid_first
+from hf_efficient_attn.ops.wide import in_float64, wide_dtype, widened
 
 # The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
@@ -179,6 +181,7 @@ def query_groups(near: NearField, groups: int) -> Tensor:
     return group.clamp_(max=groups - 1)
 
 
+@in_float64
 def density_norms(
     query: Tensor, key: Tensor, key_mask: Tensor | None, near: NearField, options: SamplingOptions
 ) -> Tensor:
@@ -200,7 +203,8 @@ def density_norms(
             continue
         valid_query = valid if is_same else torch.ones_like(query[a, :, 0], dtype=torch.bool)
         queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], options.scale)
-        log_norms, log_sums = norms(queries[valid_query], keys[valid], seed_value(options.seed))
+        found = norms(queries[valid_query], keys[valid], seed_value(options.seed))
+        log_norms, log_sums = (x.double() for x in found)
         logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
         order = integers(len(logs), key.device) if near.query_order is None else near.query_order[a]
         index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
@@ -245,10 +249,10 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
     device, num_keys, start = offset.device, near.num_keys, near.start.unsqueeze(2)
     if not num_samples:
         return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
-    rest = torch.as_tensor(num_keys, dtype=torch.float64, device=device).view(-1, 1, 1) - near.block_k
-    step = (rest / num_samples).clamp(min=1.0)
-    index = ((offset.unsqueeze(2) + integers(num_samples, device)) * step).to(torch.int64)  # (BH, T, num_samples)
-    log_weight = step.log().to(dtype).masked_fill(index >= rest, -torch.inf)
+    rest = torch.as_tensor(num_keys, device=device).view(-1, 1, 1) - near.block_k
+    strata_sum = rest.clamp(min=num_samples)  # each stratum has at least one key
+    index = strata(integers(num_samples, device), offset.unsqueeze(2), strata_sum, num_samples)  # (BH, T, num_samples)
+    log_weight = (widened(strata_sum) / num_samples).log().to(dtype).masked_fill(index >= rest, -torch.inf)
     # Skip the near field: indices from its start on move behind it.
     index = torch.add(index, index >= start, alpha=near.block_k)
     limit = num_keys - 1 if isinstance(num_keys, int) else num_keys.unsqueeze(2) - 1
@@ -270,106 +274,15 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     Returns:
         float64 (..., N), since sums of many probabilities select the samples.
     """
+    acc_dtype, tiny = wide_dtype(scores.device), _TINY
+    if acc_dtype == torch.float32:
+        scores, tiny = scores / scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny), 1e-30
     highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
-    rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=acc_dtype)
     # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
-    others = highest.flip(-1).cumsum(-1, dtype=torch.float64) + rest
+    others = highest.flip(-1).cumsum(-1, dtype=acc_dtype) + rest
     left = integers(highest.shape[-1], scores.device) + (num_samples - highest.shape[-1] + 1)
-    return (scores * (left / others.clamp_(min=_TINY)).amax(-1, keepdim=True)).clamp_(max=1.0)
-
-
-def systematic_sample(
-    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sample at most `num_samples` different indices, index j with probability `probabilities[j]` (Madow 1949).
-
-    The probabilities are laid end to end on a line. Each of the points offset, offset + 1, ... selects the index in
-    whose interval it lies. No interval is longer than 1, so no index is selected twice.
-
-    Args:
-        probabilities: float64 (BH, G, N) in [0, 1]. Each of the G groups sums to an integer up to rounding, and to
-            `num_samples` at most.
-        num_samples: number of points.
-        offset: float64 (BH, S) in (0, 1), one for each of S samples.
-        group: int64 (BH or 1, S), the group from which each sample is drawn; None if G is 1.
-
-    Returns:
-        index: int64 (BH, S, num_samples), ascending where an index is selected.
-        log_weight: float64 (BH, S, num_samples), -log(probability); -inf where no index is selected.
-    """
-    steps = integers(num_samples, offset.device)  # (num_samples,)
-    # Moved back a little, so that rounding moves no point beyond the end.
-    points = (offset.unsqueeze(2) + steps) * (1.0 - 1e-9)  # (BH, S, num_samples)
-    index, probability = _locate(probabilities, points, num_samples + 1.0, group)
-    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()
-    return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
-
-
-def independent_sample(
-    scores: Tensor, num_samples: int, numbers: Tensor, group: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sample with replacement, with probabilities p_j proportional to the scores and weights 1 / (num_samples p_j).
-
-    This is the sampling of Algorithm 1 of Zandieh et al. 2023 (lines 5-7).
-
-    Args:
-        scores: (BH, G, N), not negative.
-        num_samples: indices of each sample.
-        numbers: float64 (BH, S, num_samples), uniform in (0, 1).
-        group: as in `systematic_sample`.
-
-    Returns:
-        As `systematic_sample`. Nothing is selected if all scores are 0.
-    """
-    scores = scores.to(torch.float64)
-    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)  # (BH, G, N)
-    index, share = _locate(shares, numbers.sort(2).values * (1.0 - 1e-9), 2.0, group)
-    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
-    return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
-
-
-def _locate(lengths: Tensor, points: Tensor, stretch: float, group: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Find the interval in which each point lies if the intervals of its group are laid end to end.
-
-    Args:
-        lengths: (BH, G, N), the lengths of the intervals. Each group sums to less than `stretch`.
-        points: (BH, S, K), positive.
-        stretch: length of the line that each group gets.
-        group: as in `systematic_sample`.
-
-    Returns:
-        The index of the interval and its length, (BH, S, K) each. A point beyond the end has any index.
-    """
-    (batch_heads, groups, size), ends = lengths.shape, lengths.cumsum(2)
-    if group is not None:
-        # The groups are laid end to end as well, so that one search serves all of them.
-        ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]
-        points = points + stretch * group.to(points.dtype).unsqueeze(2)
-    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
-    # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
-    found.clamp_(max=groups * size - 1)
-    length = lengths.view(batch_heads, -1).gather(1, found)
-    return found.remainder_(size).view_as(points), length.view_as(points)
-
-
-def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
-    """Return the totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
-    return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))
-
-
-def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Tensor:
-    """Evenly spread ranks below `available`, one from each of `count` equal strata.
-
-    Args:
-        count: number of ranks.
-        available: an integer, or int64 broadcastable to the result. If it is 0 the ranks are 0.
-        offset: float64 in (0, 1), where in its stratum each rank lies; the last dimension is 1, or `count`.
-
-    Returns:
-        int64 (BH, count), for `offset` (BH, 1).
-    """
-    ranks = ((integers(count, offset.device) + offset) * available / count).to(torch.int64)
-    return ranks.clamp_(max=available - 1).clamp_(min=0)
+    return (scores * (left / others.clamp_(min=tiny)).amax(-1, keepdim=True)).clamp_(max=1.0)
 
 
 def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from hf_efficient_attn.ops.tokens import (
     uniform_of_heads,
     valid_first,
 )
+from hf_efficient_attn.ops.wide import from_float64, widened
 
 # Streams of random numbers: the draws begin at the first, and halving uses the second.
 _DRAWS, _HALVING = 5000, 60_000
@@ -133,6 +134,7 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
 
 
 @constant
+@from_float64
 def gumbel(
     num_draws: int, num_candidates: int, num_heads: int, seed: Seed, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -194,11 +196,11 @@ def thin(
     num_places = num_samples << len(rounds)
     place = torch.arange(num_places, device=device)
     index = (place * num_tokens + num_places - 1) // num_places
-    count = (index * num_places < (place + 1) * num_tokens).double()
+    count = widened(index * num_places < (place + 1) * num_tokens)
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
     sizes = num_tokens.new_tensor([num_pairs for num_pairs, _ in rounds])
-    num_rounds = (num_tokens > sizes).sum(1, keepdim=True).double()  # rounds that have a pair of two tokens
+    num_rounds = widened((num_tokens > sizes).sum(1, keepdim=True))  # rounds that have a pair of two tokens
     # A constant factor of the kernel has no influence. This one prevents overflow. exp2 is several times as fast as exp
     # on a CPU.
     key, value = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E), value.to(acc_dtype)
@@ -257,7 +259,7 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
         int64 (BH, T, P, 1): 0 if the first token is kept, 1 if the second is.
     """
     first, second = counts.unbind(-1)
-    norm = kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt().double()  # (BH, T, P)
+    norm = widened(kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt())  # (BH, T, P)
     largest = (norm * counts.amin(-1)).cummax(2).values
     bias = (first - second) / (first + second).clamp(min=1.0)
     threshold = ((bias - draw) * (margin.unsqueeze(2) * norm * largest).clamp(min=_TINY)).to(kernel.dtype)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
 from hf_efficient_attn.ops.shards import HeadSeed, Seed, head_slice
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs, unrecorded
+from hf_efficient_attn.ops.wide import from_float64
 
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
 CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
@@ -188,8 +189,9 @@ def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
 
 
 @constant
+@from_float64
 def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """Draw float64 numbers, uniform in the open interval (0, 1). `stream` distinguishes the uses of one seed."""
+    """Draw numbers of `wide_dtype`, uniform in the open interval (0, 1). `stream` tells the uses of one seed apart."""
     return _uniform(shape, seed, stream, device)
 
 
@@ -209,15 +211,17 @@ def _mix(x: _Bits) -> _Bits:
 
 
 @constant
+@from_float64
 def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """Draw independent standard normal float64 numbers (Box-Muller)."""
+    """Draw independent standard normal numbers of `wide_dtype` (Box-Muller)."""
     radius = (-2.0 * _uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
     return radius * (2.0 * math.pi * _uniform(shape, seed, 2 * stream + 102, device)).cos()
 
 
 @constant
+@from_float64
 def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
-    """Draw a float64 offset in (0, 1) for each head, (H,). All sequences of a batch use the same offsets.
+    """Draw an offset in (0, 1) of `wide_dtype` for each head, (H,). All sequences of a batch use the same offsets.
 
     The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
     """

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.wide import float64_device
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
@@ -106,8 +107,11 @@ def unrecorded(function: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed from the global generator of `device`, as training does: an int64 scalar tensor."""
-    return torch.randint(2**31 - 1, (), device=device)
+    """Draw a seed from the global generator of `device`, as training does: an int64 scalar tensor.
+
+    It is on the device that makes random numbers, so that nothing waits for it.
+    """
+    return torch.randint(2**31 - 1, (), device=float64_device(device))
 
 
 @contextlib.contextmanager

@@ -18,12 +18,8 @@ from hf_efficient_attn.ops.attend import Partial, merge
 from hf_efficient_attn.ops.features import Features, elu_features, elu_map, favor, orthogonal_features
 from hf_efficient_attn.ops.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.linear import Tokens, causal, log_weights_naive, update_state
-from hf_efficient_attn.ops.sampling import (
-    inclusion_probabilities,
-    independent_sample,
-    stratified_ranks,
-    systematic_sample,
-)
+from hf_efficient_attn.ops.sampling import inclusion_probabilities
+from hf_efficient_attn.ops.strata import independent_sample, stratified_ranks, systematic_sample
 from hf_efficient_attn.ops.tokens import normal, uniform
 from instances import numbers
 

@@ -36,6 +36,7 @@ from hf_efficient_attn.models.biggan.layers import (
     truncated_noise,
 )
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
+from hf_efficient_attn.ops.wide import float64_device
 
 
 @replaced_in_graphs(nothing)  # reading the values would break a graph, where the embedding's own check remains
@@ -233,7 +234,7 @@ class BigGANModel(PreTrainedModel):
         moments: dict[BigGANBatchNorm, Tensor] = {}  # means of the input and of its square, (2, C), float64
 
         def add(norm: BigGANBatchNorm, args: tuple[Any, ...]) -> None:
-            x = args[0].double()
+            x = args[0].to(float64_device(args[0].device), torch.float64)
             means = torch.stack((x.mean((0, 2, 3)), x.square().mean((0, 2, 3))))
             moments[norm] = moments.get(norm, 0) + means * (len(x) / num_samples)
 

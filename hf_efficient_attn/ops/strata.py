@@ -1,0 +1,133 @@
+"""Indices at random offsets: in equal parts of a sequence, and in intervals of a line that stand for probabilities.
+
+Both add a number below 1 to a large one. float64 holds the sum. Without it integers do, in units of a power of 2.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.tokens import integers
+from hf_efficient_attn.ops.wide import widened
+
+# The bits of an offset, in an index and in a point on a line.
+_BITS, _LINE_BITS = 20, 40
+
+
+def strata(number: Tensor, offset: Tensor, available: Tensor | int, count: Tensor | int) -> Tensor:
+    """Find the index at an offset in (0, 1) in the stratum `number` if `available` indices are cut into `count` strata.
+
+    All arguments but the offset are integers. In float32 a large number plus an offset would be rounded to the next
+    stratum, so without float64 this computes with integers.
+    """
+    if offset.dtype == torch.float64:
+        return ((number + offset) * available / count).to(torch.int64)
+    return ((number << _BITS) + (offset * 2.0**_BITS).to(torch.int64)) * available // (count << _BITS)
+
+
+def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Tensor:
+    """Evenly spread ranks below `available`, one from each of `count` equal strata.
+
+    Args:
+        count: number of ranks.
+        available: an integer, or int64 broadcastable to the result. If it is 0 the ranks are 0.
+        offset: float64 in (0, 1), where in its stratum each rank lies; the last dimension is 1, or `count`.
+
+    Returns:
+        int64 (BH, count), for `offset` (BH, 1).
+    """
+    ranks = strata(integers(count, offset.device), offset, available, count)
+    return ranks.clamp_(max=available - 1).clamp_(min=0)
+
+
+def systematic_sample(
+    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sample at most `num_samples` different indices, index j with probability `probabilities[j]` (Madow 1949).
+
+    The probabilities are laid end to end on a line. Each of the points offset, offset + 1, ... selects the index in
+    whose interval it lies. No interval is longer than 1, so no index is selected twice.
+
+    Args:
+        probabilities: float64 (BH, G, N) in [0, 1]. Each of the G groups sums to an integer up to rounding, and to
+            `num_samples` at most.
+        num_samples: number of points.
+        offset: float64 (BH, S) in (0, 1), one for each of S samples.
+        group: int64 (BH or 1, S), the group from which each sample is drawn; None if G is 1.
+
+    Returns:
+        index: int64 (BH, S, num_samples), ascending where an index is selected.
+        log_weight: float64 (BH, S, num_samples), -log(probability); -inf where no index is selected.
+    """
+    steps = integers(num_samples, offset.device)  # (num_samples,)
+    points = _points(steps, offset.unsqueeze(2))  # (BH, S, num_samples)
+    index, probability = _locate(probabilities, points, num_samples + 1, group)
+    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()
+    return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
+
+
+def independent_sample(
+    scores: Tensor, num_samples: int, numbers: Tensor, group: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sample with replacement, with probabilities p_j proportional to the scores and weights 1 / (num_samples p_j).
+
+    This is the sampling of Algorithm 1 of Zandieh et al. 2023 (lines 5-7).
+
+    Args:
+        scores: (BH, G, N), not negative.
+        num_samples: indices of each sample.
+        numbers: float64 (BH, S, num_samples), uniform in (0, 1).
+        group: as in `systematic_sample`.
+
+    Returns:
+        As `systematic_sample`. Nothing is selected if all scores are 0.
+    """
+    scores = widened(scores)
+    shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)  # (BH, G, N)
+    index, share = _locate(shares, _points(0, numbers.sort(2).values), 2, group)
+    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
+    return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
+
+
+def _points(whole: Tensor | int, part: Tensor) -> Tensor:
+    """Make points of a line from integers and parts in (0, 1).
+
+    Without float64 they are integers, in units of 2^-40, so that a large number keeps its part.
+    """
+    if part.dtype == torch.float64:
+        # Moved back a little, so that rounding moves no point beyond the end.
+        return (part + whole) * (1.0 - 1e-9)
+    return (part * 2.0**_LINE_BITS).to(torch.int64) + (whole << _LINE_BITS)
+
+
+def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Find the interval in which each point lies if the intervals of its group are laid end to end.
+
+    Args:
+        lengths: (BH, G, N), the lengths of the intervals. Each group sums to less than `stretch`.
+        points: (BH, S, K), from `_points`.
+        stretch: length of the line that each group gets.
+        group: as in `systematic_sample`.
+
+    Returns:
+        The index of the interval and its length, (BH, S, K) each. A point beyond the end has any index.
+    """
+    batch_heads, groups, size = lengths.shape
+    if points.dtype == torch.int64:  # sums of integers are exact
+        ends, stretch = (lengths * 2.0**_LINE_BITS).to(torch.int64).cumsum(2), stretch << _LINE_BITS
+        points = torch.minimum(points, _of_group(ends[..., -1:], group)).clamp_(min=1)
+    else:
+        ends = lengths.cumsum(2)
+    if group is not None:
+        # The groups are laid end to end as well, so that one search serves all of them.
+        ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]
+        points = points + stretch * group.to(points.dtype).unsqueeze(2)
+    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
+    # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
+    found.clamp_(max=groups * size - 1)
+    length = lengths.view(batch_heads, -1).gather(1, found)
+    return found.remainder_(size).view_as(points), length.view_as(points)
+
+
+def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
+    """Return the totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
+    return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))
