@@ -61,6 +61,7 @@ CHANGES: dict[str, Callable[..., dict]] = {
     "mixes_the_batch": lambda q, k, v: {"key": k - k.mean(0, keepdim=True)},
     "draws_from_the_global_state": lambda q, k, v: {"query": turned(q)},
     "ignores_the_seed": lambda q, k, v: {"query": turned(q, torch.Generator().manual_seed(5))},
+    "multiplies_in_half_precision": lambda q, k, v: {"query": q + 0.0 * (q @ k.mT).sum(-1, keepdim=True)},
     "detaches_the_keys": lambda q, k, v: {"key": k.detach()},
     "never_converges": lambda q, k, v: {"query": q * 0.5},
     "writes_to_its_inputs": lambda q, k, v: {"query": q.mul_(0.5)},

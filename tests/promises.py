@@ -1,14 +1,14 @@
 """The checks of the promises that every method keeps.
 
-A check is a function of an instance that raises `AssertionError` if the promise is broken. `test_promises.py` runs each
-check on every instance and on random hyperparameters, with arguments that the function above it draws. `**shape` are
-arguments of `inputs`.
+A check is a function of an instance that raises `AssertionError` if the promise is broken, and says what failed, also
+without pytest. `test_promises.py` runs each check on every instance and on random hyperparameters, with arguments that
+the function above it draws. `**shape` are arguments of `inputs`.
 """
 
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +29,17 @@ from hf_efficient_attn.ops.exact import biased_exact
 from instances import Instance, inputs, padding_mask, relative_error
 
 
-def assert_close(ours: Tensor, other: Tensor, tolerance: float) -> None:
-    """Equal up to `tolerance` times the largest number."""
+def assert_close(ours: Tensor, other: Tensor, tolerance: float, failure: str = "two results differ") -> None:
+    """Equal up to `tolerance` times the largest number. `failure` says what it means if they are not."""
     largest = other.abs().max().item() if other.numel() else 0.0
-    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance * max(1.0, largest))
+    torch.testing.assert_close(
+        ours, other, rtol=tolerance, atol=tolerance * max(1.0, largest), msg=lambda found: f"{failure}. {found}"
+    )
+
+
+def assert_finite(tensors: Iterable[Tensor], name: str) -> None:
+    for x in tensors:
+        assert x.isfinite().all(), f"{name} has {(~x.isfinite()).sum()} of {x.numel()} numbers that are NaN or infinite"
 
 
 def outputs_that_count(key_mask: Tensor | None, out: Tensor) -> Tensor:
@@ -60,7 +67,10 @@ def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **s
     """The output has the right shape and dtype and is finite, and it is an average of values."""
     (query, key, value), key_mask = drawn(padding, **{"dtype": torch.float32, **shape})
     out = instance(query, key, value, key_mask, is_causal=is_causal)
-    assert (out.shape, out.dtype) == ((*query.shape[:3], value.shape[3]), value.dtype) and out.isfinite().all()
+    expected = (*query.shape[:3], value.shape[3])
+    assert out.shape == expected, f"the output has shape {tuple(out.shape)}, not {expected}"
+    assert out.dtype == value.dtype, f"the output has {out.dtype}, but the values have {value.dtype}"
+    assert_finite([out], "the output")
     if instance.averages:
         # The tables of the projections are float32 in any case.
         rounding = 1.0 + 20.0 * max(torch.finfo(dtype).eps for dtype in (value.dtype, torch.float32))
@@ -85,7 +95,7 @@ def check_exact(instance: Instance, is_causal: bool, padding: str = "none", **sh
         exact = biased_exact(query, key, value, table, key_mask, is_causal=is_causal, scale=query.shape[3] ** -0.5)
     if instance.skips_masked_queries and key_mask is not None and out.shape[2] == key_mask.shape[1]:
         exact = exact.masked_fill(~key_mask[:, None, :, None], 0.0)
-    assert_close(out, exact, 1e-9)
+    assert_close(out, exact, 1e-9, "within its budget the output is not that of exact attention")
 
 
 @Promise(lambda d: d.shape(padding=d.padding()))
@@ -98,7 +108,8 @@ def check_arguments(instance: Instance, is_causal: bool, padding: str = "none", 
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     groups = tensors[0].shape[1] // tensors[1].shape[1]
     views[1:] = [x.repeat_interleave(groups, 1) for x in views[1:]]
-    assert_close(instance(*views, key_mask, is_causal=is_causal), out, 1e-8)
+    out_of_views = instance(*views, key_mask, is_causal=is_causal)
+    assert_close(out_of_views, out, 1e-8, "keys that heads share, or the strides of the inputs, change the output")
 
 
 # 2. Padding.
@@ -134,8 +145,9 @@ def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) ->
     loss = out[outputs_that_count(key_mask, out)].square().sum()
     # Where nothing is attended to, there may be no graph, which means a gradient of 0.
     grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    assert all(grad.isfinite().all() for grad in grads)
-    assert not any(grad.masked_fill(key_mask[:, None, :, None], 0.0).any() for grad in grads[1:])
+    assert_finite(grads, "with NaN in masked keys, a gradient")
+    masked = [grad.masked_fill(key_mask[:, None, :, None], 0.0) for grad in grads[1:]]
+    assert not any(grad.any() for grad in masked), "a masked key or value has a gradient other than 0"
 
 
 @Promise(lambda d: {"is_causal": d.is_causal, "length": d.length(2), **d.heads(content="normal", dtype=d.dtype())})
@@ -145,9 +157,14 @@ def check_empty_queries(instance: Instance, is_causal: bool, length: int = 90, *
     key_mask = torch.zeros(2, length, dtype=torch.bool)
     key_mask[1, length // 2 :] = True
     out = instance(*leaves, key_mask, is_causal=is_causal)
-    assert not out[0].any() and not (is_causal and out[1, :, : length // 2].any())
-    assert out.isfinite().all() and out[1, :, length // 2 :].abs().amax(-1).min() > 0
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), leaves, materialize_grads=True))
+    assert not out[0].any(), "the output of a sequence of padding only is not 0"
+    assert not (is_causal and out[1, :, : length // 2].any()), (
+        "the output of a query whose keys are all masked is not 0"
+    )
+    assert_finite([out], "with a sequence of padding only, the output")
+    assert out[1, :, length // 2 :].abs().amax(-1).min() > 0, "the output of a query that has keys is 0"
+    grads = torch.autograd.grad(out.sum(), leaves, materialize_grads=True)
+    assert_finite(grads, "with a sequence of padding only, a gradient")
 
 
 def _padded(d: Draw) -> dict[str, Any]:
@@ -168,7 +185,7 @@ def check_padding(
     for b, valid in enumerate(key_mask):
         if valid.any():
             alone = instance(*(x[b : b + 1, :, valid] for x in tensors), is_causal=is_causal)
-            assert_close(out[b : b + 1, :, valid], alone, 1e-8)
+            assert_close(out[b : b + 1, :, valid], alone, 1e-8, "padding changes the output of the other tokens")
 
 
 # 3. The future. The cuts are at the block boundaries of the instances (8, 16, 40), at those of blocks and chunks in the
@@ -193,7 +210,8 @@ def check_future(instance: Instance, length: int, cut: int, padding: str = "none
     changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(original, other, strict=True)]
     changed_mask = None if key_mask is None else torch.cat((key_mask[:, :cut], other_mask[:, cut:]), 1)
     out = instance(*original, key_mask, is_causal=True)
-    assert torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
+    same = torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
+    assert same, "later tokens change the output of earlier ones"
 
 
 @Promise(
@@ -205,7 +223,8 @@ def check_length(instance: Instance, length: int, cut: int, **shape: Any) -> Non
     """An output does not depend on the number of later tokens."""
     whole = inputs(**{"dtype": torch.float64, **shape}, q_len=length)
     out = instance(*(x[:, :, :cut] for x in whole), is_causal=True)
-    assert_close(out, instance(*whole, is_causal=True)[:, :, :cut], 1e-9)
+    whole_out = instance(*whole, is_causal=True)[:, :, :cut]
+    assert_close(out, whole_out, 1e-9, "the number of later tokens changes the output of earlier ones")
 
 
 def _last_queries(d: Draw) -> dict[str, Any]:
@@ -226,7 +245,7 @@ def check_last_queries(instance: Instance, last: int, padding: str = "none", see
     else:
         expected = instance(query, key, value, key_mask, is_causal=True)
     ours = instance(query[:, :, -last:], key, value, key_mask, is_causal=True)
-    assert_close(ours, expected[:, :, -last:], 1e-8)
+    assert_close(ours, expected[:, :, -last:], 1e-8, "with a cache the output of the last queries is another one")
 
 
 def _cuts(d: Draw) -> dict[str, Any]:
@@ -246,7 +265,8 @@ def check_state(instance: Instance, cuts: list[int], padding: str = "none", **sh
         tokens = (x[:, :, start:end] for x in (query, key, value))
         out, state = attention_with_state(instance.config(), state, *tokens, attention_mask=chunk_mask)
         outs.append(out)
-    assert_close(torch.cat(outs, 2), instance(query, key, value, key_mask, is_causal=True), 1e-9)
+    whole = instance(query, key, value, key_mask, is_causal=True)
+    assert_close(torch.cat(outs, 2), whole, 1e-9, "in chunks, from state to state, the output is another one")
 
 
 # 4. The batch.
@@ -260,7 +280,7 @@ def check_batch(instance: Instance, is_causal: bool, padding: str = "none", **sh
     for b in range(len(out)):
         own_mask = None if key_mask is None else key_mask[b : b + 1]
         alone = instance(*(x[b : b + 1] for x in tensors), own_mask, is_causal=is_causal)
-        assert_close(out[b : b + 1], alone, 1e-8)
+        assert_close(out[b : b + 1], alone, 1e-8, "a sequence has another output alone than in a batch")
 
 
 # 5. Seeds.
@@ -275,7 +295,8 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
     first, again, other = (instance(*tensors, is_causal=is_causal, seed=s) for s in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator was used"
     assert torch.equal(first, again), "the same seed gave another output"
-    assert instance.random is None or torch.equal(first, other) != instance.random, "another seed"
+    effect = "another seed gave " + ("the same" if instance.random else "another") + " output"
+    assert instance.random is None or torch.equal(first, other) != instance.random, effect
     if instance.call_seed:
         seeds = [dataclasses.replace(instance, hyperparameters=instance.hyperparameters | {"seed": s}) for s in (3, 0)]
         configured, called = seeds[0](*tensors, is_causal=is_causal), seeds[1](*tensors, is_causal=is_causal, seed=3)
@@ -286,10 +307,10 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
         torch.manual_seed(start)
         drawn.append(instance(*tensors, is_causal=is_causal, seed=None))
     used = not torch.equal(torch.random.get_rng_state(), torch.manual_seed(1).get_state())
-    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[1]), "with seed=None the same state of the global generator gave another output"
     if instance.random is not None:
-        assert torch.equal(drawn[0], drawn[2]) != instance.random
-        assert used or not instance.random
+        assert torch.equal(drawn[0], drawn[2]) != instance.random, f"with seed=None {effect}"
+        assert used or not instance.random, "with seed=None nothing was drawn from the global generator"
 
 
 # 6. Finite outputs.
@@ -331,11 +352,13 @@ def check_finite(
         given = [x.float() if autocast else x for x in leaves]
         for mask in (None, key_mask):
             out = instance(*given, mask, is_causal=is_causal)
-            assert out.dtype == dtype and out.isfinite().all()
-            assert not instance.averages or out.abs().max() <= value.abs().max() * 1.01
+            assert out.dtype == dtype, f"the output has {out.dtype}, not {dtype}"
+            assert_finite([out], f"with logits up to {logit:g} in {dtype}, the output")
+            exceeds = instance.averages and out.abs().max() > value.abs().max() * 1.01
+            assert not exceeds, f"with logits up to {logit:g} in {dtype} an output exceeds all values"
     if dtype != torch.float16:
         grads = torch.autograd.grad(out.float().sum(), leaves, materialize_grads=True)
-        assert all(grad.isfinite().all() for grad in grads)
+        assert_finite(grads, f"with logits up to {logit:g} in {dtype}, a gradient")
 
 
 @Promise(
@@ -348,7 +371,8 @@ def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype, **shape:
     value = torch.full_like(value, 1.0)
     out = instance(query, key, value, is_causal=is_causal)
     # Some methods round twice: the projected values, and the output.
-    torch.testing.assert_close(out, torch.ones_like(out), rtol=2 * torch.finfo(dtype).eps, atol=0.0)
+    failure, ones = f"in {dtype} the average of equal values is not this value", torch.ones_like(out)
+    assert (out - ones).abs().max() <= 2 * torch.finfo(dtype).eps, failure
 
 
 # 7. Gradients, and the readable form.
@@ -398,7 +422,7 @@ def check_gradients(
         try:
             torch.autograd.gradcheck(output, leaves, fast_mode=fast_mode)
         except GradcheckError as error:
-            raise AssertionError(str(error)) from error
+            raise AssertionError(f"a gradient is not that of finite differences. {error}") from error
 
 
 @Promise(lambda d: d.shape(padding=d.padding(), scale=d.choice(None, None, 0.0, -0.5, 1.7)), share=2.0)
@@ -410,7 +434,7 @@ def check_naive(
     ours = instance(*tensors, key_mask, is_causal=is_causal, scale=scale, seed=3)
     other = instance.naive(*tensors, key_mask, is_causal=is_causal, scale=scale, seed=3)
     valid = outputs_that_count(key_mask, ours)
-    assert_close(ours[valid], other[valid], 1e-9)
+    assert_close(ours[valid], other[valid], 1e-9, "`forward` and `naive` differ")
 
 
 # In the readable form queries without a key have no gradient, and in a window such are queries far in the padding.
@@ -429,7 +453,7 @@ def check_naive_gradients(instance: Instance, is_causal: bool, padding: str = "r
         loss = (out * weight)[outputs_that_count(key_mask, out)].sum()
         grads.append(torch.autograd.grad(loss, tensors, materialize_grads=True))
     for ours, other in zip(*grads, strict=True):
-        assert_close(ours, other, 1e-8)
+        assert_close(ours, other, 1e-8, "the gradients of `forward` and `naive` differ")
 
 
 # 8. The budget.
@@ -453,16 +477,17 @@ def _budget(d: Draw) -> dict[str, Any]:
 @Promise(_budget, applies=lambda i: i.limit in ("exact", "bounded"))
 def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
     """The error is 0 if the budget is as large as the sequence."""
-    assert budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape) < 1e-9
+    error = budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape)
+    assert error < 1e-9, f"with a budget of all {length} tokens the error is {error:.2g}, not 0"
 
 
 def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> None:
     """The error decreases with the budget, and is 0 if the budget is as large as the sequence."""
     errors = [budget_error(instance, is_causal, c, q_len=length) for c in (length // 8, length // 3, length - 20)]
     if instance.limit == "bounded" and not is_causal:  # with fewer columns more heads are exact
-        assert all(0 < error <= instance.config().max_error for error in errors), errors
+        assert all(0 < error <= instance.config().max_error for error in errors), f"errors beyond the bound: {errors}"
     else:
-        assert errors[0] > errors[1] > errors[2] > 0, errors
+        assert errors[0] > errors[1] > errors[2] > 0, f"the error does not fall with the budget: {errors}"
     check_whole_budget(instance, is_causal, length)
 
 
@@ -472,7 +497,9 @@ def check_converges_in_expectation(instance: Instance, is_causal: bool, length: 
     The variance of random features grows with the exponential of the logits, so the inputs are half as large as usual.
     """
     errors = [budget_error(instance, is_causal, c, 8, q_len=length, spread=0.5) for c in (32, 256, 2048)]
-    assert all(small < large / 2 for large, small in itertools.pairwise(errors)), errors
+    assert all(small < large / 2 for large, small in itertools.pairwise(errors)), (
+        f"the error does not fall with the budget: {errors}"
+    )
 
 
 # 11. Memory.

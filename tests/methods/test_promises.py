@@ -3,8 +3,10 @@
 The checks and the draws of their arguments are in `promises.py`. The last tests show that the checks can fail.
 """
 
+import ast
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -293,8 +295,26 @@ def test_a_correct_method_passes_and_a_broken_one_fails(name):
         attack(name, row, 5 if name == "largest_tensor" else 15, phases=[hypothesis.Phase.generate])
 
 
+def test_every_check_says_what_failed():
+    """Users run the checks without pytest, which would show the values of a comparison."""
+    tree = ast.parse(Path(promises.__file__).read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Assert) or node.msg is not None, node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "assert_close":
+            assert len(node.args) == 4, node.lineno
+
+
+def test_an_overflow_in_half_precision_is_named():
+    message = "with logits up to 10000 in torch.float16, the output has .* numbers that are NaN or infinite"
+    with bad.broken("multiplies_in_half_precision") as instance, pytest.raises(AssertionError, match=message):
+        promises.check_finite(instance, False, torch.float16, 1e4, False)
+
+
 def test_a_seed_without_an_effect_and_an_error_that_stays_are_noticed():
-    with bad.broken("ignores_the_seed", random=True) as instance, pytest.raises(AssertionError, match="another seed"):
+    with (
+        bad.broken("ignores_the_seed", random=True) as instance,
+        pytest.raises(AssertionError, match="another seed gave the same output"),
+    ):
         promises.check_seeds(instance, False)
     for check in (promises.check_converges, promises.check_converges_in_expectation):
         with bad.broken("never_converges") as instance, pytest.raises(AssertionError):
