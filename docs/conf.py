@@ -4,8 +4,8 @@
     sphinx-build -W --keep-going -b html docs docs/_build/html
     sphinx-build -W --keep-going -b doctest -D nb_execution_mode=off docs docs/_build/doctest
 
-The first build executes the notebooks. Neither needs the network. `_ext/reference.py` writes the pages about methods
-and commands, and the lists of refusals, from the code.
+The first build executes the notebooks. Neither needs the network. Both write the pages about methods and commands, and
+the lists of refusals, again from the code (`_ext/reference.py`).
 """
 
 import os

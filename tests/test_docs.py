@@ -36,7 +36,7 @@ from tiny_models import tiny_class, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 README, DOCS, GUIDES = ROOT / "README.md", ROOT / "docs", ROOT / "docs" / "guides"
-# Written by people; the pages about methods and commands are written by docs/_ext/reference.py.
+# Written by people; docs/_ext/reference.py writes the pages about methods and commands, and some parts of these.
 PAGES = [README, *(ROOT / name / "README.md" for name in ("recipes", "model_cards")), *sorted(DOCS.glob("*.md"))]
 PAGES += sorted(GUIDES.glob("*.md"))
 PAGES += [path for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "commands.md"]
@@ -48,7 +48,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @pytest.fixture(scope="module")
 def reference():
-    """The extension of Sphinx that writes pages from the code."""
+    """The extension of Sphinx, and script, that writes pages from the code."""
     sys.path.insert(0, str(DOCS / "_ext"))
     yield importlib.import_module("reference")
     sys.path.remove(str(DOCS / "_ext"))
@@ -138,8 +138,7 @@ def test_links_lead_somewhere(path):
             continue
         file, _, anchor = target.partition("#")
         page = (path.parent / file).resolve() if file else path
-        generated = page.parent.name == "methods" or page.name == "commands.md"
-        assert page.exists() or generated, f"{path.name} links to {target}"
+        assert page.exists(), f"{path.name} links to {target}"
         assert not anchor or anchor in headings(page), f"{path.name} links to {target}"
 
 
@@ -303,17 +302,52 @@ def test_the_example_of_a_method_keeps_the_promises(example):
     promises.check_converges(row, False)
 
 
+# The words of a page about commands. Versions of typer write types, defaults and ranges differently.
+WORDS = re.compile(r"\[[^][]*\](?!\()|--?[a-z][\w-]*|\b[a-z]+\b")
+
+
+def words_of(text: str) -> list[str]:
+    text = re.sub(r"^```text.*?^```", "", text, flags=re.M | re.S)
+    return [word for word in WORDS.findall(text) if not word.startswith("[")]
+
+
+def test_committed_pages_follow_from_the_code(reference):
+    pages = reference.pages(DOCS)
+    assert {"kdeformer.md", "index.md", "commands.md", "troubleshooting.md", "your_own_method.md"} <= {
+        path.name for path in pages
+    }
+    for path, text in pages.items():
+        committed = path.read_text(encoding="utf-8") if path.exists() else ""
+        same = words_of(committed) == words_of(text) if path.name == "commands.md" else committed == text
+        assert same, f"{path.relative_to(ROOT)} is out of date: run python docs/_ext/reference.py"
+    assert set((DOCS / "reference" / "methods").glob("*.md")) <= set(pages)
+
+
+def test_every_refusal_is_on_a_page(reference, tmp_path):
+    page, found = tmp_path / "page.md", reference.refusals()
+    page.write_text("<!-- refusals\nkernel/*\ncli/*\n-->\nold\n<!-- end -->\nmore\n", encoding="utf-8")
+    text = reference.filled(page, found, seen := set())
+    assert "old" not in text and text.endswith("<!-- end -->\nmore\n") and "- --device \\<name>: PyTorch cannot" in text
+    assert {module.split("/")[0] for module in seen} == {"kernel", "cli"}
+    with pytest.raises(ValueError, match=r"on no page: .*integration/masks"):
+        reference.pages(tmp_path)
+    page.write_text("<!-- refusals nothing -->\n<!-- end -->\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="no module nothing"):
+        reference.pages(tmp_path)
+
+
 def test_a_new_method_gets_its_page(reference, tmp_path):
+    methods = tmp_path / "reference" / "methods"
     with broken("correct"):
         reference.write_pages(tmp_path)
-        page = (tmp_path / "methods" / "correct.md").read_text(encoding="utf-8")
-        index = (tmp_path / "methods" / "index.md").read_text(encoding="utf-8")
+        page = (methods / "correct.md").read_text(encoding="utf-8")
+        index = (methods / "index.md").read_text(encoding="utf-8")
     assert page.startswith("# correct: `correct`")
     assert "| `columns` | `8` | integer, at least 1 | Budget. |" in page
     assert "autofunction:: hf_efficient_attn.functional.correct_attention" in page
     assert "| [`correct`](correct.md) |" in index
     reference.write_pages(tmp_path)
-    assert {path.stem for path in (tmp_path / "methods").glob("*.md")} == {*hea.available_methods(), "index"}
+    assert {path.stem for path in methods.glob("*.md")} == {*hea.available_methods(), "index"}
 
 
 def test_the_command_reference_is_complete(reference):

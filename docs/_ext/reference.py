@@ -1,11 +1,16 @@
-"""Sphinx extension: the pages that follow from the code, so that they cannot go out of date.
+"""Sphinx extension, and a script: the text of pages that follows from the code, so that it cannot go out of date.
 
 - `reference/methods/`: one page for each registered method, and a table of all of them.
 - `reference/commands.md`: every command with its options, from the application of the command line.
-- The directive `refusals`, which lists the messages of `UnsupportedAttentionError` in some modules. A build fails if
-  the pages leave out a module that refuses something.
+- Between `<!-- refusals MODULES -->` and `<!-- end -->`: the messages of `UnsupportedAttentionError` in these modules,
+  separated by blanks or lines; `ops/*` stands for all below `ops`. No module that refuses something may be left out.
+- Between `<!-- code FILE -->` and `<!-- end -->`: a file of code.
 
-The functions that make text import nothing of Sphinx, so that tests can call them.
+The text is committed, because many read the pages as they are in the repository. A build writes it again, and so does
+
+    python docs/_ext/reference.py
+
+`tests/test_docs.py` fails where it was forgotten. Nothing of Sphinx is imported before the build.
 """
 
 import ast
@@ -45,7 +50,8 @@ def method_page(name: str) -> str:
 
     info = hea.method_info(name)
     config = info.config_class
-    exact = config().exact_length
+    # A method that switches to another one does so at a length that depends on the machine.
+    exact = 0 if config.switches_to else config().exact_length
     paper = f"[{info.paper}]({info.paper_url})" if info.paper_url else info.paper
     facts = {
         "paper": paper,
@@ -60,7 +66,12 @@ def method_page(name: str) -> str:
         "compared by the commands unless you name methods": _yes(config.default_rank is not None),
     }
     options = [
-        (f"`{spec.name}`", f"`{spec.default!r}`", _allowed(spec.metadata), spec.metadata.get("help", ""))
+        (
+            f"`{spec.name}`",
+            f"`{spec.default!r}`",
+            _allowed(spec.metadata, isinstance(spec.default, float)),
+            spec.metadata.get("help", ""),
+        )
         for spec in dataclasses.fields(config)
     ]
     source = inspect.getdoc(inspect.getmodule(config)) or ""
@@ -85,6 +96,8 @@ def method_page(name: str) -> str:
             "",
             "## Function",
             "",
+            f"`hea.functional.{name}_attention(query, key, value, **hyperparameters)`",
+            "",
             "```{eval-rst}",
             f".. autofunction:: hf_efficient_attn.functional.{name}_attention",
             "```",
@@ -99,12 +112,12 @@ def method_page(name: str) -> str:
     )
 
 
-def _allowed(metadata: Any) -> str:
+def _allowed(metadata: Any, is_number: bool) -> str:
     """The values that a hyperparameter allows, in words."""
     if metadata.get("choices"):
         return ", ".join(f"`{choice!r}`" for choice in metadata["choices"])
     minimum = metadata.get("minimum")
-    return "" if minimum is None else f"integer, at least {minimum}"
+    return "" if minimum is None else f"{'number' if is_number else 'integer'}, at least {minimum}"
 
 
 def _sentence(text: str) -> str:
@@ -289,68 +302,85 @@ def escape_docstring(lines: list[str]) -> list[str]:
     return escaped
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a page unless it has this text already, so that Sphinx reads it again only after a change."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+def covered(pattern: str, found: list[Refusal]) -> list[Refusal]:
+    """The refusals of the modules that a pattern names."""
+    some = [refusal for refusal in found if Path(refusal.module).match(pattern)]
+    if not some and not list(PACKAGE.glob(f"{pattern}.py")):
+        raise ValueError(f"there is no module {pattern}")
+    return some
+
+
+def _escaped(message: str) -> str:
+    """A message as Markdown, in which <name> would be an invisible tag."""
+    parts = message.split("`")
+    for i in range(0, len(parts), 2):  # outside of code
+        parts[i] = re.sub(r"[\\<*\[\]]|(?<!\w)_|_(?!\w)", r"\\\g<0>", parts[i])
+    return "`".join(parts)
+
+
+_PART = re.compile(r"^(<!-- (refusals|code)\s+([^>]*?)\s*-->\n)(.*?)^(?=<!-- end -->$)", re.M | re.S)
+
+
+def filled(path: Path, found: list[Refusal], seen: set[str]) -> str:
+    """The text of a page with what follows from the code. Adds the modules whose refusals it has to `seen`."""
+
+    def fill(match: re.Match[str]) -> str:
+        start, kind, given, _ = match.groups()
+        if kind == "code":
+            code = (path.parent / given).read_text(encoding="utf-8")
+            return f"{start}```py\n{code.rstrip()}\n```\n"  # not "python", whose blocks are examples to run
+        some = [refusal for pattern in given.split() for refusal in covered(pattern, found)]
+        seen.update(refusal.module for refusal in some)
+        messages = dict.fromkeys(refusal.message for refusal in some)
+        return "\n".join([start, *(f"- {_escaped(message)}" for message in messages), "", ""])
+
+    return _PART.sub(fill, path.read_text(encoding="utf-8"))
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """The text of every page below the folder `docs` that follows from the code, as a whole or in parts."""
+    import hf_efficient_attn as hea
+
+    methods = folder / "reference" / "methods"
+    made = {methods / f"{name}.md": method_page(name) for name in hea.available_methods()}
+    made |= {methods / "index.md": methods_index(), folder / "reference" / "commands.md": commands_page()}
+    found, seen = refusals(), set[str]()
+    for path in [*sorted(folder.glob("*.md")), *sorted((folder / "guides").glob("*.md"))]:
+        if _PART.search(path.read_text(encoding="utf-8")):
+            made[path] = filled(path, found, seen)
+    missing = {refusal.module for refusal in found} - seen
+    if missing and seen:
+        raise ValueError(f"refusals of these modules are on no page: {', '.join(sorted(missing))}")
+    return made
 
 
 def write_pages(folder: Path) -> None:
-    """Write the pages about methods and commands below `folder`, and remove pages of methods that are gone."""
-    import hf_efficient_attn as hea
-
-    names = hea.available_methods()
-    for name in names:
-        _write(folder / "methods" / f"{name}.md", method_page(name))
-    _write(folder / "methods" / "index.md", methods_index())
-    for path in (folder / "methods").glob("*.md"):
-        if path.stem not in (*names, "index"):
+    """Write the pages below the folder `docs`, and remove pages of methods that are gone."""
+    made = pages(folder)
+    for path, text in made.items():
+        # Sphinx reads a page again only after a change.
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    for path in (folder / "reference" / "methods").glob("*.md"):
+        if path not in made:
             path.unlink()
-    _write(folder / "commands.md", commands_page())
 
 
 def setup(app: "Sphinx") -> dict[str, bool]:
     """Register the extension."""
-    from docutils import nodes
-    from sphinx.util import logging
-    from sphinx.util.docutils import SphinxDirective
-
-    found = refusals()
-
-    class Refusals(SphinxDirective):
-        """A list of the messages in the modules that are the lines of the content; `ops/*` means all below `ops`."""
-
-        has_content = True
-
-        def run(self) -> list[nodes.Node]:
-            covered: set[str] = self.env.__dict__.setdefault("covered_refusals", set())
-            items = nodes.bullet_list(classes=["refusals"])
-            for pattern in self.content:
-                some = [refusal for refusal in found if Path(refusal.module).match(pattern.strip())]
-                if not some and not list(PACKAGE.glob(f"{pattern.strip()}.py")):
-                    raise self.error(f"there is no module {pattern}")
-                covered.update(refusal.module for refusal in some)
-                for message in dict.fromkeys(refusal.message for refusal in some):
-                    items += nodes.list_item("", nodes.paragraph("", message))
-            return [items]
 
     def write(app: "Sphinx") -> None:
-        write_pages(Path(app.srcdir) / "reference")
-
-    def check(app: "Sphinx", env: Any) -> None:
-        missing = {refusal.module for refusal in found} - env.__dict__.get("covered_refusals", set())
-        if missing:
-            logging.getLogger(__name__).warning(
-                "refusals of these modules are on no page: %s", ", ".join(sorted(missing))
-            )
+        write_pages(Path(app.srcdir))
 
     def escape(app: "Sphinx", what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
         if name.startswith("hf_efficient_attn"):
             lines[:] = escape_docstring(lines)
 
-    app.add_directive("refusals", Refusals)
     app.connect("autodoc-process-docstring", escape, priority=400)
     app.connect("builder-inited", write)
-    app.connect("env-check-consistency", check)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
+
+
+if __name__ == "__main__":
+    write_pages(Path(__file__).resolve().parents[1])
