@@ -164,7 +164,7 @@ def analyze(
         # After Ctrl-C the user does not want to wait for more measurements.
         measure = None if is_over else functools.partial(measure_seconds, model, batch)
         choose = choose_each if per_layer else choose_one
-        chosen = choose(accept(table, candidates, max_error), study.seconds, measure)
+        chosen = choose(accept(table, candidates, max_error, study.assumed_spread), study.seconds, measure)
         settings = calibration.make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
         return {
             **about,

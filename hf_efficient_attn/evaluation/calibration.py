@@ -29,6 +29,7 @@ from hf_efficient_attn.evaluation.choices import (
     ErrorTable,
     Seconds,
     accept,
+    assumed_spread,
     choose_each,
     measure_seconds,
     times_of,
@@ -80,11 +81,12 @@ def calibrate(
     candidate is therefore accepted only if its largest error is at most `max_error`, and if exp(mean + 2 s
     sqrt(1 + 1/n)) is, for the logarithms of its errors on the n sequences. About one unseen sequence in 44 exceeds this
     bound. s is the standard deviation between sequences, in this layer or pooled over all layers, whichever is larger.
-    The pooled one counts a deviation of .25 as one more observation, because sequences that happen to be alike would
-    otherwise promise too much; for a single sequence s is .25. The result is reliable for 8 or more sequences that
-    resemble the model's later inputs in kind and length. Errors grow with the length: a model that keeps a limit of .2
-    at 512 tokens can have errors of .5 at 2,048. A model that is converted with the result therefore warns once of a
-    sequence that is longer than those in `batches`.
+    The pooled one counts an assumed deviation as one more observation, because sequences that happen to be alike would
+    otherwise promise too much; for a single sequence it is all that is known. It is .25 for pictures and for texts of
+    up to 512 tokens, and less for longer texts, by the fourth root of their length: .125 for 8,192 tokens. The result
+    is reliable for 8 or more sequences that resemble the model's later inputs in kind and length. Errors grow with the
+    length: a model that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048. A model that is converted
+    with the result therefore warns once of a sequence that is longer than those in `batches`.
 
     Args:
         model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
@@ -137,7 +139,7 @@ def calibrate(
     if not useful:
         refuse_short(longest, sorted({one.columns for one in candidates if one.columns is not None}))
     measure = functools.partial(measure_seconds, model, longest_batch)
-    chosen = choose_each(accept(table, useful, max_error), study.seconds, measure)
+    chosen = choose_each(accept(table, useful, max_error, study.assumed_spread), study.seconds, measure)
     # Where no budget is accepted, a method that decides in each call can still be used.
     for config in configs_of(methods):
         undecided = config.calibrated(max_error, accepted=False)
@@ -242,6 +244,8 @@ class Study:
         self._taken: Seconds = defaultdict(float)
         self._sequences = Counter[tuple[Layer, Candidate | None]]()
         self.tokens = Counter[Layer]()
+        self._fewest = summary.max_kv_len  # tokens of a sequence
+        self._is_text = not summary.takes_pictures
         self._batch = 0
         causal = [one for one in candidates if one.config.method in methods_with("causal")]
         self._candidates = {
@@ -252,6 +256,11 @@ class Study:
     def seconds(self) -> Seconds:
         """The seconds of candidates in the layers, and of exact attention (None)."""
         return {key: taken / self._sequences[key] for key, taken in self._taken.items()}
+
+    @property
+    def assumed_spread(self) -> float:
+        """What to assume of the spread between sequences, as `accept` takes it."""
+        return assumed_spread(self._fewest, is_text=self._is_text)
 
     def add(self, call: Call, some: Sequence[Candidate] | None = None, first: int = 0) -> dict[Candidate, Tensor]:
         """Measure the methods in a call: candidate -> errors (B, H).
@@ -272,6 +281,7 @@ class Study:
             self._taken[call.layer, candidate] += seconds
             self._sequences[call.layer, candidate] += len(call.query)
         self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
+        self._fewest = min([self._fewest, *(call.row(b).tokens for b in call.sequences)])
         for candidate, errors in found.items():
             known = self.table.setdefault((call.layer, candidate), {})
             for b in call.sequences:

@@ -139,12 +139,12 @@ def test_one_choice_saves_the_most():
             (layer, one): exact if one is None else one.columns for layer in range(3) for one in (*candidates, None)
         }
 
-    accepted = choices.accept(table, candidates, 0.1)
+    accepted = choices.accept(table, candidates, 0.1, 0.25)
     assert columns(choices.choose_one(accepted, taken(100))) == {0: 16, 1: 16}
     # If exact attention takes 18, two layers with 16 columns save 4, and one with 9 columns saves 9.
     assert columns(choices.choose_one(accepted, taken(18))) == {0: 9}
     assert columns(choices.choose_each(accepted, taken(100))) == {0: 9, 1: 16}
-    assert choices.choose_one(choices.accept(table, candidates, 0.01), taken(100)) == {}
+    assert choices.choose_one(choices.accept(table, candidates, 0.01, 0.25), taken(100)) == {}
     # What takes about as long is measured again, with exact attention in the layers that it leaves exact.
     asked = []
     again = lambda some: asked.append(some) or {(0, candidates[0]): 99.0}  # noqa: E731

@@ -233,10 +233,13 @@ def test_bound_and_spread_of_errors():
     # Few sequences that are alike do not promise too much.
     one = calibration.Candidate(8, hea.LongformerConfig(window_size=4))
     table = {(0, one): {(0, i): 0.1 + 1e-6 * i for i in range(2)}}
-    assert choices.spread(table, one, 0.5) == pytest.approx(0.25 / math.sqrt(2), rel=1e-3)
+    assert choices.spread(table, one, 0.5, 0.25) == pytest.approx(0.25 / math.sqrt(2), rel=1e-3)
     table[0, one] |= {(1, i): 0.1 for i in range(98)}
-    assert choices.spread(table, one, 0.5) == pytest.approx(0.025, rel=1e-3)
-    assert choices.spread({(0, one): {(0, 0): 0.1}}, one, 0.5) == 0.25
+    assert choices.spread(table, one, 0.5, 0.25) == pytest.approx(0.025, rel=1e-3)
+    assert choices.spread({(0, one): {(0, 0): 0.1}}, one, 0.5, 0.125) == 0.125
+    assumed = [choices.assumed_spread(tokens, is_text=True) for tokens in (1, 512, 2048, 8192)]
+    assert assumed == pytest.approx([0.25, 0.25, 0.25 / math.sqrt(2), 0.125])
+    assert choices.assumed_spread(8192, is_text=False) == 0.25
 
 
 def choice(calibrated_length=70):
