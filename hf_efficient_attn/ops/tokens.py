@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
 from hf_efficient_attn.ops.shards import HeadSeed, Seed, head_slice
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs, unrecorded
@@ -117,8 +118,16 @@ def constant(make: _Make) -> _Make:
     """
 
     def in_graph(*arguments: Any, **named: Any) -> Tensor:
-        is_plain = not named and not _contain_tensor(arguments)
-        return unrecorded(make, *arguments) if is_plain else make(*arguments, **named)
+        if named:
+            arguments = inspect.signature(make).bind(*arguments, **named).args
+        if not _contain_tensor(arguments):
+            return unrecorded(make, *arguments)
+        if exporting_to_onnx():
+            raise UnsupportedAttentionError(
+                "in training mode each call draws its own random numbers, for which ONNX has no form: call eval() on "
+                "the module that you export"
+            )
+        return make(*arguments)
 
     @replaced_in_graphs(in_graph)
     @functools.wraps(make)
