@@ -99,6 +99,19 @@ def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, .
     return out
 
 
+def with_zero_gradients(out: Tensor, *tensors: Tensor | None) -> Tensor:
+    """Return `out`. Each of the tensors then has a gradient, of zeros if `out` does not depend on it.
+
+    Parameters without a gradient stop DistributedDataParallel. With FSDP the processes wait for one another forever if
+    a parameter has a gradient in some of them only.
+    """
+    if exporting_to_onnx() or not torch.is_grad_enabled():
+        return out
+    # Sums of no numbers are 0 whatever the tensors contain.
+    zeros = [x.unsqueeze(-1)[..., :0].sum() for x in tensors if x is not None and x.requires_grad]
+    return out + sum(zeros) if zeros else out
+
+
 # At most so many results are kept, with at most so many bytes together. Larger results than `_LARGEST_KEPT` are not.
 _KEPT, _KEPT_BYTES, _LARGEST_KEPT = 512, 1 << 25, 1 << 21
 
