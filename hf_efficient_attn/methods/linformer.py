@@ -77,7 +77,7 @@ def forward(
         table.scale(x).to(dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)[:, None]
         for table, x in zip(both, parts, strict=True)
     )
-    bias = mask_bias(projected_key_mask(both, len(query)), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
+    bias = mask_bias(projected_key_mask(both, query.shape[0]), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys, values, bias[:, None, None]
     out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]
     return unflatten_heads(out.to(value.dtype), query.shape)

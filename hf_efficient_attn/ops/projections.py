@@ -94,7 +94,10 @@ class Contraction(NamedTuple):
         if self.num_tokens is None or self.factor is None:
             return self.table.sum(1, dtype=accumulation_dtype(self.table.dtype))[None]
         used = integers(self.table.shape[1], self.table.device)[:, None] < self.num_tokens  # (N, B)
-        return (self.table.to(self.factor.dtype) @ used.to(self.factor.dtype)).t() * self.factor
+        # A copy, because a product with a vector may round by where its matrix lies in memory, and a table that was
+        # loaded from a file begins anywhere.
+        table = self.table.to(self.factor.dtype, copy=True)
+        return (table @ used.to(self.factor.dtype)).t() * self.factor
 
 
 def contractions(

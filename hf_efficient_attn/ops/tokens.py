@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.attend import attend, keeps_pairs, triton_applies
 from hf_efficient_attn.ops.shards import HeadSeed, Seed, head_slice
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results, replaced_in_graphs, unrecorded
@@ -99,6 +100,19 @@ def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, .
     return out
 
 
+def with_zero_gradients(out: Tensor, *tensors: Tensor | None) -> Tensor:
+    """Return `out`. Each of the tensors then has a gradient, of zeros if `out` does not depend on it.
+
+    Parameters without a gradient stop DistributedDataParallel. With FSDP the processes wait for one another forever if
+    a parameter has a gradient in some of them only.
+    """
+    if exporting_to_onnx() or not torch.is_grad_enabled():
+        return out
+    # Sums of no numbers are 0 whatever the tensors contain.
+    zeros = [x.unsqueeze(-1)[..., :0].sum() for x in tensors if x is not None and x.requires_grad]
+    return out + sum(zeros) if zeros else out
+
+
 # At most so many results are kept, with at most so many bytes together. Larger results than `_LARGEST_KEPT` are not.
 _KEPT, _KEPT_BYTES, _LARGEST_KEPT = 512, 1 << 25, 1 << 21
 
@@ -118,8 +132,16 @@ def constant(make: _Make) -> _Make:
     """
 
     def in_graph(*arguments: Any, **named: Any) -> Tensor:
-        is_plain = not named and not _contain_tensor(arguments)
-        return unrecorded(make, *arguments) if is_plain else make(*arguments, **named)
+        if named:
+            arguments = inspect.signature(make).bind(*arguments, **named).args
+        if not _contain_tensor(arguments):
+            return unrecorded(make, *arguments)
+        if exporting_to_onnx():
+            raise UnsupportedAttentionError(
+                "in training mode each call draws its own random numbers, for which ONNX has no form: call eval() on "
+                "the module that you export"
+            )
+        return make(*arguments)
 
     @replaced_in_graphs(in_graph)
     @functools.wraps(make)

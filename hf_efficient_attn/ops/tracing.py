@@ -101,7 +101,8 @@ def unrecorded(function: Callable[..., _Result], *arguments: Any) -> _Result:
     """
     is_fixed = not any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(arguments))
     if exporting_to_onnx() and is_fixed and not torch.compiler.is_dynamo_compiling():
-        with _disable_current_modes():
+        # Tracers record operators by the one kind of modes, and by the other that gradients are switched on or off.
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             return function(*arguments)
     return function(*arguments)
 

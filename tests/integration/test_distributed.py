@@ -85,8 +85,7 @@ def compare(whole, divided, padding, own, is_summed=lambda name: True, share=1.0
     errors = [float((found - wanted).abs().max() / wanted.abs().max())]
     for (name, one), (_, other) in zip(whole.named_parameters(), divided.named_parameters(), strict=True):
         if one.grad is not None:
-            grad = torch.zeros_like(one) if other.grad is None else other.grad.clone()
-            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            grad = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad.clone()
             if is_summed(name):
                 dist.all_reduce(grad)
             errors.append(float((grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
@@ -259,6 +258,46 @@ def test_engines(tmp_path):
     for method in ("kdeformer", "hedgehog", "eva"):
         make("llama", method).save_pretrained(tmp_path / "models" / method)
     check(processes.run(2, tmp_path / "run", by_engines, str(tmp_path / "models")))
+
+
+# Their parameters have no influence on sequences that are shorter than the window.
+WINDOWS = {
+    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 8},
+    "eva": {"num_landmarks": 8, "window_size": 16, "proposal": "learned"},
+}
+
+
+def with_unequal_lengths():
+    """The differences of DDP's and FSDP2's gradients from one process, with a short and a long batch in each step."""
+    from torch.distributed.fsdp import fully_shard
+
+    found, short_and_long = {}, [torch.arange(2 * n).view(2, n) % 60 for n in (6, LENGTH)]
+
+    def backward(model, ids):
+        model(ids, use_cache=False).logits.square().mean().backward()
+
+    for method, values in WINDOWS.items():
+        whole = shake(hea.convert(tiny_model("llama", head=True).double(), method, **values))
+        sharded = copy.deepcopy(whole)
+        for module in (*sharded.model.layers, sharded):
+            fully_shard(module)
+        engines = {"ddp": torch.nn.parallel.DistributedDataParallel(copy.deepcopy(whole)), "fsdp": sharded}
+        for ids in short_and_long:
+            backward(whole, ids)
+        for engine, model in engines.items():
+            for step in range(2):
+                model.zero_grad()
+                backward(model, short_and_long[(dist.get_rank() + step) % 2])
+                errors = []
+                for one, other in zip(whole.parameters(), model.parameters(), strict=True):
+                    grad = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
+                    errors.append(float((2 * grad - one.grad).abs().max() / one.grad.abs().max().clamp(min=1.0)))
+                found[engine, method, step] = max(errors)
+    return found
+
+
+def test_processes_with_sequences_of_unequal_lengths(tmp_path):
+    check(processes.run(2, tmp_path, with_unequal_lengths))
 
 
 def in_context_parallelism():

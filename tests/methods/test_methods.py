@@ -13,7 +13,7 @@ from broken_methods import BrokenConfig, broken, form_of
 from each import close, differs, each_form, each_instance, each_method, refuses
 from hf_efficient_attn import methods
 from hf_efficient_attn.methods import get_method, make_config
-from instances import FIRST, INSTANCES, forms, inputs, padding_mask, relative_error
+from instances import FIRST, HEADS, INSTANCES, KV_HEADS, forms, inputs, padding_mask, parameters_of, relative_error
 
 # The arguments of a call.
 
@@ -65,6 +65,22 @@ def test_more_or_fewer_causal_queries_than_keys(instance):
         whole, exact = (form(*tensors, is_causal=True)[:, :, 200:] for form in (instance, hea.analysis.exact_output))
         ours = instance(query[:, :, 200:], key, value, is_causal=True)
         assert relative_error(ours, exact) < 1.5 * relative_error(whole, exact)
+
+
+@each_form
+def test_every_tensor_has_a_gradient(instance, is_causal):
+    """Also in short and empty sequences and without a valid token: engines wait for the gradients of all parameters."""
+    config, cases = instance.config(), [(2, 1, 1, "none"), (2, 5, 5, "right"), (2, 60, 60, "all"), (0, 7, 7, "none")]
+    if is_causal or instance.rectangular:
+        cases += [(2, 5, 0, "none"), (2, 1, 40, "none")]
+    for batch, q_len, kv_len, padding in cases:
+        learned = parameters_of(config, inputs(q_len=70)[2])
+        leaves = (*inputs(batch, HEADS, q_len, 8, kv_len=kv_len, num_kv_heads=KV_HEADS), *learned.values())
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        options = {"parameters": dict(zip(learned, leaves[3:], strict=True)), "is_causal": is_causal}
+        mask = padding_mask(padding, batch, kv_len)
+        out = hea.attention(config, *leaves[:3], attention_mask=mask, **options)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.square().sum(), leaves)), (q_len, padding)
 
 
 @each_form

@@ -1,12 +1,15 @@
 """Export to ONNX: right for other lengths and masks than those of the example, or refused in a sentence."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch.export import Dim
 
 import hf_efficient_attn as hea
 from each import refuses
-from hf_efficient_attn.methods import methods_with
+from hf_efficient_attn.methods import methods_with, parameter_shapes
+from hf_efficient_attn.ops import tokens
 from instances import FIRST, HEADS, INSTANCES, inputs, padding_mask, parameters_of
 
 # ONNX has no Cholesky decomposition, and no sort of the tokens that the convolution needs.
@@ -18,22 +21,33 @@ EXPORTABLE = [
     and not i.hyperparameters.get("conv_kernel_size")
 ]
 pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
-CORE = [FIRST[name] for name in ("linear", "nystromformer")]
+CORE = [FIRST[name] for name in ("linear", "nystromformer", "performer")]
 
 
 class Attention(torch.nn.Module):
-    def __init__(self, instance, is_causal=False):
+    def __init__(self, instance, is_causal=False, seed=0):
         super().__init__()
-        self.config, self.is_causal = instance.config(), is_causal
+        self.config, self.is_causal, self.seed = instance.config(), is_causal, seed
+        self.output = torch.nn.Linear(8, 8)  # as in a model: operators with parameters follow the attention
         self.learned = torch.nn.ParameterDict(parameters_of(self.config, example(length=300)[2], num_kv_heads=HEADS))
 
     def forward(self, query, key, value, mask):
-        parameters, options = dict(self.learned), {"attention_mask": mask, "is_causal": self.is_causal}
-        return hea.attention(self.config, query, key, value, parameters=parameters, **options)
+        parameters, options = (
+            dict(self.learned),
+            {"attention_mask": mask, "is_causal": self.is_causal, "seed": self.seed},
+        )
+        return self.output(hea.attention(self.config, query, key, value, parameters=parameters, **options))
 
 
 def example(batch=2, length=40, seed=0):
     return *inputs(batch, HEADS, length, 8, seed=seed), padding_mask("holes", batch, length, seed)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Nothing is kept of earlier calls, as in a new process."""
+    monkeypatch.setattr(tokens, "_results", OrderedDict())
+    parameter_shapes.cache_clear()
 
 
 def test_only_tested_methods_are_exportable():
@@ -50,7 +64,8 @@ def test_the_graph_is_right_for_other_lengths_and_masks(instance, is_causal, tmp
     module, path = Attention(instance, is_causal), tmp_path / "attention.onnx"
     sizes = {0: Dim.DYNAMIC, 2: Dim.DYNAMIC}
     shapes = (sizes, sizes, sizes, {0: Dim.DYNAMIC, 1: Dim.DYNAMIC})
-    torch.onnx.export(module, example(), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    with torch.set_grad_enabled(is_causal):  # without a gradient, as most do, and with one
+        torch.onnx.export(module, example(), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
     session = runtime.InferenceSession(path)
     for batch, length, seed in ((2, 40, 0), (2, 40, 1), (1, 9, 2), (3, 128, 3), (2, 131, 4), (2, 300, 5)):
         tensors = example(batch, length, seed)
@@ -64,6 +79,12 @@ def test_the_graph_is_right_for_other_lengths_and_masks(instance, is_causal, tmp
 def test_a_nystromformer_that_onnx_cannot_express_is_refused(values, tmp_path):
     module = Attention(FIRST["nystromformer"].row(**values))
     with pytest.raises(Exception, match="set pinv='iterative'"):
+        torch.onnx.export(module, example(), tmp_path / "attention.onnx", dynamo=True, verbose=False)
+
+
+def test_random_features_of_training_are_refused(tmp_path):
+    module = Attention(FIRST["performer"], seed=None)
+    with pytest.raises(Exception, match=r"call eval\(\) on the module that you export"):
         torch.onnx.export(module, example(), tmp_path / "attention.onnx", dynamo=True, verbose=False)
 
 

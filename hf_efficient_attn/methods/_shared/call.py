@@ -25,6 +25,7 @@ from hf_efficient_attn.methods._shared.registry import (
 from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.ops.attend import multiplies_bfloat16
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice
+from hf_efficient_attn.ops.tokens import with_zero_gradients
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128
@@ -214,11 +215,10 @@ def compute(
 ) -> Tensor:
     """Call the form "forward" or "naive" of a method with what `prepare` returns: (B, H, Nq, Dv)."""
     (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
-    if query.numel() == 0:
-        tensors = (query, key, value, *options.parameters.values())
-        # The sums give every input a gradient of zeros: DistributedDataParallel refuses parameters without a gradient.
-        nothing = torch.stack([0.0 * x.sum(dtype=value.dtype) for x in tensors]).sum()
-        return value.new_zeros(batch, num_heads, q_len, value.shape[3]) + nothing  # (B, H, Nq, Dv)
+    learned = (*options.parameters.values(), options.distance_bias)
+    if query.numel() == 0 or kv_len == 0:
+        out = value.new_zeros(batch, num_heads, q_len, value.shape[3])
+        return with_zero_gradients(out, query, key, value, *learned)  # (B, H, Nq, Dv)
     method = get_method(config.method)
     # The number of keys before the first query.
     offset = kv_len - q_len if options.is_causal else 0
@@ -235,7 +235,8 @@ def compute(
         if tracing.in_graph() and form != "naive":
             out = call_in_graph(form, config, query, key, value, options)
         else:
-            out = getattr(method, form)(config, query, key, value, options)
+            # Of short sequences the output may not depend on what is learned.
+            out = with_zero_gradients(getattr(method, form)(config, query, key, value, options), *learned)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
     return out[:, :, out.shape[2] - q_len :] if offset else out

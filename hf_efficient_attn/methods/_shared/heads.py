@@ -11,7 +11,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
-from hf_efficient_attn.ops.tokens import integers, inverse, take, valid_first
+from hf_efficient_attn.ops.tokens import integers, inverse, take, valid_first, with_zero_gradients
 
 
 def by_heads(
@@ -94,7 +94,7 @@ def without_padding(
             return form_of_length(query, key, value, *bias)
         out = value.new_zeros(*query.shape[:2], value.shape[2])
         if all(0 in count for count in found):
-            return out + 0.0 * value[:, :1]  # zeros with a gradient; masked values are 0
+            return with_zero_gradients(out, query, key, value, table)
         for count in found:
             if 0 not in count:
                 some = (counts == counts.new_tensor(count)).all(1).nonzero()[:, 0]

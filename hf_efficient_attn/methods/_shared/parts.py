@@ -15,6 +15,7 @@ from hf_efficient_attn.methods._shared.call import (
 from hf_efficient_attn.methods._shared.config import MethodConfig, State
 from hf_efficient_attn.methods._shared.registry import get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
+from hf_efficient_attn.ops.tokens import with_zero_gradients
 from hf_efficient_attn.ops.tracing import refuse_second_gradient
 
 
@@ -65,7 +66,8 @@ def attention_with_state(
             if num_heads != num_kv_heads:
                 state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
             out = recurrence.forward(config, query, *repeat_kv(query, key, value), options, state)
-    return refuse_second_gradient(out.to(dtype), config.method), new_state
+    out = with_zero_gradients(out.to(dtype), *options.parameters.values())
+    return refuse_second_gradient(out, config.method), new_state
 
 
 def sharded_attention(
@@ -102,4 +104,6 @@ def sharded_attention(
             out = form.forward(config, query, key, value, options, shards)  # (B, H, n, Dv)
     else:
         out = over_heads(some_heads, query, key, value, shards)  # (B, H, n, Dv)
-    return refuse_second_gradient(out.to(dtype), config.method)
+    # A process that has no head has a gradient as well, because the processes add theirs.
+    out = with_zero_gradients(out.to(dtype), *options.parameters.values())
+    return refuse_second_gradient(out, config.method)

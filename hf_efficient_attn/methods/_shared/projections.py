@@ -32,6 +32,7 @@ from hf_efficient_attn.ops.projections import (
     projected_key_mask,
     start_tables,
 )
+from hf_efficient_attn.ops.tokens import with_zero_gradients
 
 # Names of the tables of keys and of values as learned parameters.
 NAMES = ("key_projection", "value_projection")
@@ -172,6 +173,9 @@ def forward_hidden_states(
         (B, H, N, D) in the dtype of `query`.
     """
     kv_len = hidden_states.shape[1]
+    if query.numel() == 0:
+        projected = (project(hidden_states) for project in projections)
+        return with_zero_gradients(query.new_zeros(query.shape), query, *projected, *options.parameters.values())
     with torch.autocast(query.device.type, enabled=False):
         both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(hidden_states))
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
