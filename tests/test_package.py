@@ -156,9 +156,15 @@ def test_the_top_level_of_the_repository():
     top = {path.split("/")[0] for path in listed if (ROOT / path).exists()}
     assert top <= {
         "hf_efficient_attn", "recipes", "tests", "model_cards", "setup.cfg", "README.md",
-        "docs", "LICENSE", "MANIFEST.in", "pyproject.toml", ".ci", ".gitignore",
+        "docs", "LICENSE", "CITATION.cff", "MANIFEST.in", "pyproject.toml", ".ci", ".github", ".gitignore",
+        ".pre-commit-config.yaml",
     }  # fmt: skip
     assert {"hf_efficient_attn", "recipes", "tests", "setup.cfg", "README.md", "LICENSE", "pyproject.toml"} <= top
+
+
+def test_the_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", text, re.M) == [hea.__version__]
 
 
 def test_the_source_distribution_is_complete(monkeypatch):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from converted import save, tokenizer_for  # noqa: F401 (for the tests)
 from hf_efficient_attn import cli
-from hf_efficient_attn.evaluation import analyze, calibration, choices, pictures, timing
+from hf_efficient_attn.evaluation import pictures, timing
 from hf_efficient_attn.training import distill_checkpoint
 from tiny_models import tiny_model
 
@@ -102,19 +102,6 @@ def _quick(request, monkeypatch):
     drawings = [(pictures, "draw_benchmark"), (pictures, "draw_analysis"), (distill_checkpoint, "_draw")]
     for module, name in drawings if "figures" not in request.fixturenames else ():
         monkeypatch.setattr(module, name, lambda result, path: path.write_bytes(b""))
-
-
-@pytest.fixture
-def timed_by_columns(monkeypatch):
-    """In the choices of `calibrate` and `analyze` a budget takes as many seconds as columns, and exact attention 60."""
-
-    def by_columns(choose):
-        return lambda accepted, seconds, measure=None: choose(
-            accepted, {(layer, one): 60 if one is None else one.columns or 99 for layer, one in seconds}
-        )
-
-    for module, name in ((calibration, "choose_each"), (analyze, "choose_each"), (analyze, "choose_one")):
-        monkeypatch.setattr(module, name, by_columns(getattr(choices, name)))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import _quick, interrupt, timed_by_columns  # noqa: F401
+from commands import _quick, interrupt  # noqa: F401
 from each import refuses
 from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, defaults, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
@@ -55,7 +55,7 @@ def test_unseen_batches_stay_below_the_error(family, methods, dtype):
     assert torch.isfinite(output(model, batches(family, 1)[0])).all()
 
 
-def test_of_equal_times_the_first_method_is_taken(timed_by_columns):  # noqa: F811
+def test_of_equal_times_the_first_method_is_taken(timed_by_columns):
     """At the fastest budget, with the seed that is given."""
     model, data = tiny_model("bert"), batches("bert", 1)
     for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
@@ -121,7 +121,7 @@ def test_the_fastest_is_measured_again_and_exact_attention_may_be_it():
 
 
 @pytest.mark.parametrize("family", ["bert", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
-def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path, timed_by_columns):  # noqa: F811
+def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path, timed_by_columns):
     model = tiny_model(family)
     data = batches(family, 1)
     every = hea.NearFarConfig(near_share=0.0)  # in all heads, as where the data may not decide
@@ -382,7 +382,7 @@ def test_refused(family, data, options, message):
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])
-def test_encoder_and_decoder_have_layers_of_their_own(family):
+def test_encoder_and_decoder_have_layers_of_their_own(family, timed_by_columns):
     """Layers of the decoder contain the cross attention. A method without a causal form gets the encoder only."""
     model = tiny(family)
     data = [{**inputs_of(family), "decoder_input_ids": tiny_batch("gpt2", length=40)["input_ids"]}]

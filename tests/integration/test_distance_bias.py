@@ -207,7 +207,7 @@ def test_cross_attention_has_no_bias_and_takes_any_method():
     assert not torch.allclose(logits(model, inputs), expected, atol=1e-3)
 
 
-def test_errors_and_calibration_with_a_bias():
+def test_errors_and_calibration_with_a_bias(timed_by_columns):
     model, inputs = t5(), inputs_of()
     found = hea.calibrate(model, [inputs], max_error=9.0, methods=["longformer"], budgets=[17])
     assert found.named_layers() == [f"{stack}.block.{i}" for stack in ("decoder", "encoder") for i in range(2)]

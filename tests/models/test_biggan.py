@@ -358,7 +358,8 @@ def test_calibrate_and_analyze():
     words = "fewer keys than queries and longformer"
     refuses(words, hea.calibrate, model, batches, max_error=0.9, methods=["longformer"], budgets=[8])
     found = analyze.analyze(model, batches[0], budgets=[8])
-    expected = {"kdeformer", "kdeformer (near_field=window)", "nearfar", "nystromformer"}
+    shares = {f"nearfar (near_share={share})" for share in (0.0, 1.0)}
+    expected = {"kdeformer", "kdeformer (near_field=window)", "nearfar", "nystromformer", *shares}
     assert set(found["layers"][0]["errors"]) == expected
 
 
