@@ -18,11 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 import processes
-from each import refuses
+from each import close, few_methods, refuses
 from processes import refused
 from recipes.benchmarks.sequence_parallel import Traffic
 from test_learned import shake
-from tiny_models import tiny_config, tiny_model
+from tiny_models import tiny_batch, tiny_config, tiny_model
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
 LENGTH = 61
@@ -95,6 +95,29 @@ def compare(whole, divided, padding, own, is_summed=lambda name: True, share=1.0
 def check(results):
     wrong = {(rank, case): x for rank, found in enumerate(results) for case, x in found.items() if not x < 1e-6}
     assert not wrong, wrong
+
+
+# Data parallelism. In float32 rounding decides between keys (docs/guides/many_processes.md).
+
+
+@few_methods
+def test_the_mean_of_the_gradients_of_two_halves_is_that_of_a_batch(method):
+    """Also over steps of AdamW, and in training, where halves draw the same if their generators have the same state."""
+    whole = tiny_model("vit", method, head=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()
+    pictures, labels, losses = tiny_batch("vit", 4)["pixel_values"].double(), torch.tensor([0, 1, 1, 0]), []
+    for model, parts in ((whole, 1), (copy.deepcopy(whole), 2)):
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+        for step in range(3):
+            losses.append(0.0)
+            optimizer.zero_grad()
+            for some, targets in zip(pictures.chunk(parts), labels.chunk(parts), strict=True):
+                torch.manual_seed(step)
+                loss = model(some, labels=targets).loss / parts
+                loss.backward()
+                losses[-1] += loss.item()
+            optimizer.step()
+    assert len({round(x, 4) for x in losses}) == 3
+    close(torch.tensor(losses[:3]), torch.tensor(losses[3:]), 1e-9)
 
 
 # hea.sequence_parallel
