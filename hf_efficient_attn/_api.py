@@ -8,7 +8,7 @@ from hf_efficient_attn.conversion import convert, extend_positions
 from hf_efficient_attn.conversion.sequence_parallel import sequence_parallel
 from hf_efficient_attn.errors import UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.evaluation import crossover
-from hf_efficient_attn.integration.near_far_cache import NearFarCache
+from hf_efficient_attn.integration.nearfar_cache import NearFarCache
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import (
     MethodConfig,

@@ -15,14 +15,14 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods._shared import registry
-from hf_efficient_attn.ops import row_error
-from hf_efficient_attn.ops.features import LEARNED
+from hf_efficient_attn.ops.features.maps import LEARNED
+from hf_efficient_attn.ops.nearfar import within_bound
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)
 # With as many rows as users have, to bound the error of a head would cost more than exact attention at most lengths of
 # the tests, so that all heads would be exact.
-row_error.NUM_ROWS = 8
+within_bound.NUM_ROWS = 8
 
 
 _COST = dict.fromkeys(

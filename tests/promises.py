@@ -23,9 +23,8 @@ import hf_efficient_attn as hea
 from attack_cases import PADDINGS, Draw, Promise
 from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.methods import attention_with_state
-from hf_efficient_attn.ops import causal as causal_ops
-from hf_efficient_attn.ops import near_far as near_far_ops
 from hf_efficient_attn.ops.exact import biased_exact
+from hf_efficient_attn.ops.sampled_keys import bidirectional, causal
 from instances import Instance, inputs, padding_mask, relative_error
 
 
@@ -391,8 +390,8 @@ def held_plans() -> Iterator[None]:
 
         return planned
 
-    near_far, segments = holding(near_far_ops.make_plan), holding(causal_ops.plan_intervals)
-    with patch.object(near_far_ops, "make_plan", near_far), patch.object(causal_ops, "plan_intervals", segments):
+    near_far, segments = holding(bidirectional.make_plan), holding(causal.plan_intervals)
+    with patch.object(bidirectional, "make_plan", near_far), patch.object(causal, "plan_intervals", segments):
         yield
 
 

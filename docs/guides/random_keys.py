@@ -8,8 +8,8 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.draws import uniform
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.tokens import uniform
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.tokens import uniform
+from hf_efficient_attn.ops.draws import uniform
 from hf_efficient_attn.ops.wide import in_float64
 
 _GROUPS = 3

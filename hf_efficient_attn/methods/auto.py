@@ -4,7 +4,7 @@
   crossover`), and is greater: more landmarks and small heads cost more, and so does an attempt that fails.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
   by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact.
-  `hf_efficient_attn.ops.row_error` describes which heads are attempted.
+  `hf_efficient_attn.ops.nearfar.within_bound` describes which heads are attempted.
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
   about earlier ones, every head has `columns` columns, or all heads are exact (`static_form`).
 
@@ -22,8 +22,8 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.row_error import COST_POWER, Forms, attend_within_bound, worthwhile_length
-from hf_efficient_attn.ops.tokens import seed_value
+from hf_efficient_attn.ops.draws import seed_value
+from hf_efficient_attn.ops.nearfar.within_bound import COST_POWER, Forms, attend_within_bound, worthwhile_length
 
 # Lengths are measured for this head_dim. Most of the cost of choosing landmarks does not depend on head_dim, so with 32
 # the cost relative to exact attention is 1.4 times as high.

@@ -30,7 +30,7 @@ Departures from the paper, and the reasons:
   its tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.chunks`.
+The computation is in `hf_efficient_attn.ops.control_variates`.
 """
 
 import functools
@@ -44,7 +44,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.chunks import (
+from hf_efficient_attn.ops.control_variates import (
     ChunkOptions,
     interval_attention,
     interval_chunks,
@@ -52,8 +52,8 @@ from hf_efficient_attn.ops.chunks import (
     window_attention,
     window_chunks,
 )
+from hf_efficient_attn.ops.draws import normal
 from hf_efficient_attn.ops.shards import Seed, head_slice
-from hf_efficient_attn.ops.tokens import normal
 
 _MAPS = ("proposal_query", "proposal_key")
 # The stream of random numbers of the chunks. The levels of groups or intervals use the streams after it.

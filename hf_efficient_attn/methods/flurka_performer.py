@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hf_efficient_attn.methods._shared.feature_maps import FavorFeatures
 from hf_efficient_attn.methods._shared.projections import NAMES as TABLES
 from hf_efficient_attn.methods._shared.projections import FlurkaConfig, register_flurka
-from hf_efficient_attn.ops.features import NAMES as MAPS
+from hf_efficient_attn.ops.features.maps import NAMES as MAPS
 
 
 @dataclass(frozen=True, kw_only=True)

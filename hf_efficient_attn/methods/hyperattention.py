@@ -10,8 +10,8 @@ contain it. Departures from the paper:
   their weight (`near_field="auto"`, the default).
 - Keys are drawn without replacement (systematic sampling), and each block of queries draws its own, so that the errors
   of the blocks do not add up. `draw="independent"` and `columns="all"` are the paper's choices.
-- `hf_efficient_attn.ops.causal` describes the causal form. In the paper's recursion later queries influence earlier
-  outputs.
+- `hf_efficient_attn.ops.sampled_keys.causal` describes the causal form. In the paper's recursion later queries
+  influence earlier outputs.
 """
 
 from dataclasses import dataclass

@@ -4,8 +4,8 @@ The near field computes blocks of hashed queries and keys exactly. The far field
 where a key is sampled by the estimated norm of its column of the attention matrix. The code follows these equations:
 
 - Near field, A_spar of Eq. 10: blocks of equal size in the Gray order of an angular hash (Appendix A). `plan_lsh` in
-  `hf_efficient_attn.ops.hashing` chooses them. The paper pairs the b-th block of queries with the b-th block of
-  keys. Here the hash of the middle query of a block determines its keys.
+  `hf_efficient_attn.ops.sampled_keys.hashing` chooses them. The paper pairs the b-th block of queries with the b-th
+  block of keys. Here the hash of the middle query of a block determines its keys.
 - Far field, A_res = A - A_spar: m keys. Key j is sampled with a probability proportional to the squared norm of column
   j of D^-1 A_res plus gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5; Algorithm 3, line 3). The
   Frobenius norm of V^T V estimates |V|_op^2; in the paper the power method does. A sampled key has weight 0 for the
@@ -31,7 +31,7 @@ Departures from the paper:
 - Algorithm 1 divides by a separate estimate of D. Here the denominator of an output is the sum of the weights in its
   numerator (the merged lse of near and far field). Every output is therefore a convex combination of values, the errors
   of numerator and denominator partly cancel, and no output is scaled up by a poor estimate of D.
-- The paper has no causal form. `hf_efficient_attn.ops.causal` describes the causal form here.
+- The paper has no causal form. `hf_efficient_attn.ops.sampled_keys.causal` describes the causal form here.
 """
 
 from dataclasses import dataclass

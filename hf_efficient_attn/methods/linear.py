@@ -1,13 +1,13 @@
 """Linear transformer (Katharopoulos, Vyas, Pappas, Fleuret, ICML 2020): weights phi(q) . phi(k), phi(x) = elu(x) + 1.
 
-`hf_efficient_attn.ops.features` describes other features, which are learned. With `window_size`, the weights of softmax
-replace the weights of the features in a window (`hf_efficient_attn.ops.near_features`).
+`hf_efficient_attn.ops.features.maps` describes other features, which are learned. With `window_size`, the weights of
+softmax replace the weights of the features in a window (`hf_efficient_attn.ops.features.with_window`).
 
 - Bidirectional, Eq. 4-6: out_i = phi(q_i)^T S / phi(q_i)^T Z with S = sum_j phi(k_j) v_j^T and Z = sum_j phi(k_j).
 - Causal, Eq. 9-12: the same with sums up to token i, computed chunk by chunk.
 - Recurrent, Eq. 16-20: S and Z are the state.
 
-The computation is in `hf_efficient_attn.ops.linear`. The paper has no scale. Here, a scale other than
+The computation is in `hf_efficient_attn.ops.features.sums`. The paper has no scale. Here, a scale other than
 1/sqrt(D) multiplies the queries by scale * sqrt(D) before phi. Dropout acts on phi(q_i) / phi(q_i)^T Z.
 
 A model that is trained with a window can learn to ignore the features, so that the window alone determines its loss. So
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.feature_maps import LOG_WEIGHT, EluFeatures, register_features
-from hf_efficient_attn.ops.features import NAMES, count_features
+from hf_efficient_attn.ops.features.maps import NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)

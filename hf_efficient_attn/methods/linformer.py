@@ -27,7 +27,8 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, ShardedFo
 from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.projections import STARTS_FROM, ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import attend, product_dtype, sum_dtype
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import product_dtype, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.projections import contractions, naive_contraction, projected_key_mask
 from hf_efficient_attn.ops.shards import Shards, total

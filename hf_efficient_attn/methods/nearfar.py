@@ -1,11 +1,11 @@
 """nearfar (this package): near keys exactly, and landmarks for all other keys.
 
-`hf_efficient_attn.ops.weighted_coreset` describes the bidirectional form. Landmarks, which are means of clusters of
-keys, stand for all keys. In heads for which this is not enough, groups of similar queries attend exactly to the keys
-with the largest scores. On activations of BERT (MiniLM) with 512 tokens and 128 columns, the error is .024
-(`python -m recipes.benchmarks.error`).
+`hf_efficient_attn.ops.nearfar.bidirectional` describes the bidirectional form. Landmarks, which are means of clusters
+of keys, stand for all keys. In heads for which this is not enough, groups of similar queries attend exactly to the keys
+with the largest scores. On activations of BERT (MiniLM) with 512 tokens and 128 columns, the error is .024 (`python -m
+recipes.benchmarks.error`).
 
-`hf_efficient_attn.ops.coreset_causal` describes the causal form, in which no choice, mean or fit depends on later
+`hf_efficient_attn.ops.nearfar.causal` describes the causal form, in which no choice, mean or fit depends on later
 tokens. It uses only the whole budget, block_size + num_samples, and the seed.
 """
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.coreset_causal import causal_coreset_attention, causal_coreset_naive, split_columns
-from hf_efficient_attn.ops.coreset_landmarks import CoresetOptions
-from hf_efficient_attn.ops.distance import Bias, biased_coreset_attention, biased_coreset_naive
-from hf_efficient_attn.ops.weighted_coreset import weighted_coreset_attention, weighted_coreset_naive
+from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.nearfar.biased import biased_coreset_attention, biased_coreset_naive
+from hf_efficient_attn.ops.nearfar.bidirectional import weighted_coreset_attention, weighted_coreset_naive
+from hf_efficient_attn.ops.nearfar.causal import causal_coreset_attention, causal_coreset_naive, split_columns
+from hf_efficient_attn.ops.nearfar.landmarks import CoresetOptions
 
 # The default of `near_share`, all heads, and none.
 _SHARES = (0.25, 0.0, 1.0)

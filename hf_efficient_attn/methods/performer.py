@@ -1,8 +1,8 @@
 """Performer (Choromanski et al., ICLR 2021): positive orthogonal random features of the softmax kernel (FAVOR+).
 
-Eq. 5 with the orthogonal features of section 3.2 (`hf_efficient_attn.ops.features`), in the sums of the linear
-transformer (`hf_efficient_attn.ops.linear`). The scale is split evenly between queries and keys. Dropout acts on the
-features of a query.
+Eq. 5 with the orthogonal features of section 3.2 (`hf_efficient_attn.ops.features.maps`), in the sums of the linear
+transformer (`hf_efficient_attn.ops.features.sums`). The scale is split evenly between queries and keys. Dropout acts on
+the features of a query.
 
 One departure from the paper affects rounding only: the features of a token are relative to the largest feature, and the
 log of that factor is a weight of the key. The authors subtract one maximum over all keys, which leaks the future in a
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hf_efficient_attn.methods._shared.config import option
 from hf_efficient_attn.methods._shared.feature_maps import FavorFeatures, register_features
-from hf_efficient_attn.ops.features import NAMES, count_features
+from hf_efficient_attn.ops.features.maps import NAMES, count_features
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Reformer (Kitaev, Kaiser, Levskaya, ICLR 2020): attention within chunks of tokens sorted by a random hash, in rounds.
 
-The code in `hf_efficient_attn.ops.hashing` follows these parts of the paper:
+The code in `hf_efficient_attn.ops.sampled_keys.hashing` follows these parts of the paper:
 
 - Hash: h(x) = argmax([xR; -xR]) ("Locality sensitive hashing", section 2), in `bucket_codes`. With about 2 l / m
   buckets for chunks of m tokens, one such hash costs l^2 / m. Here a bucket is a pair of hashes, each of which has
@@ -31,7 +31,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
 from hf_efficient_attn.ops.exact import dense_softmax
-from hf_efficient_attn.ops.hashing import NearField, dense_pairs, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField, dense_pairs, plan_rounds, rounds_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ phi(q_i) . phi(k_j) for all pairs plus a sparse correction exp(q_i . k_j) - phi(
 
 On S the features cancel. The output consists of exp(q_i . k_j) on S and of phi(q_i) . phi(k_j) outside of S, and it is
 computed in this form: the far field is phi(q_i) . sum_{j not in S_i} phi(k_j) v_j^T, a sum over all other blocks
-(`hf_efficient_attn.ops.near_features`). Nothing is subtracted, so rounding cannot make the far field negative, as it
-does in the paper's form if one near key has most of the weight. Each query has the factor exp(-|q|^2/2) / F, so that
-both fields have the same normalisation.
+(`hf_efficient_attn.ops.features.with_window`). Nothing is subtracted, so rounding cannot make the far field negative,
+as it does in the paper's form if one near key has most of the weight. Each query has the factor exp(-|q|^2/2) / F, so
+that both fields have the same normalisation.
 
 - `near_field="window"`: queries and keys are split into blocks of block_size by position, and a query attends to its
   own block. Three blocks of a third of this size have a slightly smaller error, but take two to three times as long.
@@ -29,12 +29,18 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
-from hf_efficient_attn.ops.distance import Bias, biased_block_attention, block_bias
+from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.exact import dense_softmax
-from hf_efficient_attn.ops.features import favor
-from hf_efficient_attn.ops.linear import log_weights_naive
-from hf_efficient_attn.ops.near_features import BlockPlan, block_attention, plan_blocks
-from hf_efficient_attn.ops.tokens import ceil_div, inverse
+from hf_efficient_attn.ops.features.maps import favor
+from hf_efficient_attn.ops.features.sums import log_weights_naive
+from hf_efficient_attn.ops.index import ceil_div, inverse
+from hf_efficient_attn.ops.scatterbrain import (
+    BlockPlan,
+    biased_block_attention,
+    block_attention,
+    block_bias,
+    plan_blocks,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,8 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import draw_numbers, thin, thin_naive
-from hf_efficient_attn.ops.tokens import take
 
 
 @dataclass(frozen=True, kw_only=True)

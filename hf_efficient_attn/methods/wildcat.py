@@ -4,7 +4,7 @@ How the paper's quantities correspond to the code, with beta the scale of the sc
 
 - The keys are centered, which changes no softmax.
 - The coreset S is chosen by randomly pivoted Cholesky on the kernel exp(beta / tau^2 <k, k'>)
-  (`hf_efficient_attn.ops.coreset`).
+  (`hf_efficient_attn.ops.wildcat`).
 - Nystrom weights, which best approximate the feature of every key by the features of the coreset:
   W = exp(beta / tau^2 K_S K_S^T)^-1 exp(beta / tau^2 K_S K^T), applied to the values and to ones.
 - Output: exp(beta Q K_S^T) (W V) / exp(beta Q K_S^T) (W 1), clipped to the range of each feature of the values. Where
@@ -33,9 +33,10 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.coreset import attend_to_coreset, coreset_naive, kernel_scale_of
+from hf_efficient_attn.ops.clusters import even_positions
+from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import choose_pivots
-from hf_efficient_attn.ops.tokens import even_positions, take
+from hf_efficient_attn.ops.wildcat import attend_to_coreset, coreset_naive, kernel_scale_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.draws import normal, uniform
 from hf_efficient_attn.ops.shards import Seed
-from hf_efficient_attn.ops.tokens import normal, sliced, uniform
+from hf_efficient_attn.ops.slices import sliced
 
 # A temporary tensor has at most this many numbers: 32 MiB of float64.
 _NUMBERS = 1 << 22

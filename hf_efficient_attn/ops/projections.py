@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.landmarks import segment_sizes
-from hf_efficient_attn.ops.tokens import integers, normal, slice_size, sliced
+from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.index import integers
+from hf_efficient_attn.ops.nystrom import segment_sizes
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
 def start_tables(projection_dim: int, max_length: int, init: str, seed: int, streams: Sequence[int]) -> list[Tensor]:

@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# The kinds of devices that have no float64.
-WITHOUT_FLOAT64 = ("mps",)
+from hf_efficient_attn.ops.backends.devices import wide_dtype
+
 _CPU = torch.device("cpu")
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for a device that has no float64."""
-    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def widened(x: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
-from hf_efficient_attn.integration.near_far_cache import NearFarLayer
+from hf_efficient_attn.integration.nearfar_cache import NearFarLayer
 from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import attention_with_state, naive_attention
-from hf_efficient_attn.ops import coreset as coreset_ops
-from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, empty_coreset
+from hf_efficient_attn.ops.nearfar import growing
+from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, empty_coreset
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from promises import Memory
 from recipes.benchmarks import cache as recipe
@@ -462,9 +462,9 @@ def add_keys_naive(
     clusters = torch.cat((coreset.clusters[old].double(), new))
     weights = torch.cat((coreset.weights[old].double(), new))
     center = (points * clusters[:, -1:]).sum(0) / clusters[:, -1].sum()
-    factor = coreset_ops._TEMPERATURE * max(abs(scale), coreset_ops._SMALLEST_SCALE) ** 0.5
+    factor = growing._TEMPERATURE * max(abs(scale), growing._SMALLEST_SCALE) ** 0.5
     x, y = (points - center) * factor, (landmark.double() - center) * factor
-    shrink = max(1.0, float(x.norm(dim=1).max()) / (2.0 * coreset_ops._LARGEST_EXPONENT) ** 0.5)
+    shrink = max(1.0, float(x.norm(dim=1).max()) / (2.0 * growing._LARGEST_EXPONENT) ** 0.5)
     x, y = x / shrink, y / shrink
     nearest = torch.cdist(x, y).argmin(1)
     cluster = torch.stack([clusters[nearest == i].sum(0) for i in range(len(y))])
@@ -472,9 +472,9 @@ def add_keys_naive(
     half = y.square().sum(1, keepdim=True) / 2
     kernel = (y @ y.T - half - half.T).exp()
     missing = (y @ x.T - half).exp() @ weights - kernel @ (half.exp() * cluster)
-    correction = torch.linalg.solve(kernel + coreset_ops._RIDGE * torch.eye(len(y), dtype=y.dtype), missing)
+    correction = torch.linalg.solve(kernel + growing._RIDGE * torch.eye(len(y), dtype=y.dtype), missing)
     nystrom = cluster + (-half).exp() * correction
-    is_safe = nystrom.abs().max() <= coreset_ops._LARGEST_WEIGHT * cluster.abs().sum(0).max()
+    is_safe = nystrom.abs().max() <= growing._LARGEST_WEIGHT * cluster.abs().sum(0).max()
     return GrowingCoreset(landmark.double(), cluster, nystrom if is_safe else cluster)
 
 

@@ -11,7 +11,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn.integration.learned import LearnedParameters
 from hf_efficient_attn.methods import get_method
-from hf_efficient_attn.ops.features import LEARNED, count_features, start_map
+from hf_efficient_attn.ops.features.maps import LEARNED, count_features, start_map
 from instances import inputs, numbers
 from tiny_models import FAMILIES, output, tiny_batch, tiny_class, tiny_config, tiny_model
 

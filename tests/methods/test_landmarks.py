@@ -11,11 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods._shared.crossover import built_in_table
-from hf_efficient_attn.ops import coreset as coreset_ops
-from hf_efficient_attn.ops import row_error, weighted_coreset
+from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
-from hf_efficient_attn.ops.coreset_landmarks import directions, find_near_keys, group_queries
-from hf_efficient_attn.ops.row_error import screening_error
+from hf_efficient_attn.ops.nearfar import bidirectional, within_bound
+from hf_efficient_attn.ops.nearfar.near_keys import directions, find_near_keys, group_queries
+from hf_efficient_attn.ops.nearfar.within_bound import screening_error
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import inputs, numbers, relative_error
 from promises import Memory
@@ -45,7 +45,7 @@ def test_float32_is_as_accurate_as_float64(form, spread, limit, content):
 
 def test_the_paper_without_its_numerical_precautions(monkeypatch):
     """Plain exponentials and inverses, without a ridge and without candidates."""
-    monkeypatch.setattr(coreset_ops, "RIDGE", 1e-13)
+    monkeypatch.setattr(wildcat_ops, "RIDGE", 1e-13)
     query, key, value = inputs(num_heads=3, q_len=40, head_dim=6, dtype=torch.float64)
     beta, (q, k, v) = 6**-0.5, (x[0] for x in (query, key, value))
     k = k - k.mean(1, keepdim=True)
@@ -93,10 +93,10 @@ def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
         assert relative_error(x, y) < 1e-9
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
     with monkeypatch.context() as patched:
-        patched.setattr(coreset_ops, "regularized_solve", lambda kernel, right, ridge: -right)
+        patched.setattr(wildcat_ops, "regularized_solve", lambda kernel, right, ridge: -right)
         out = wildcat(*tensors, num_samples=10).flatten(0, 1)
         torch.testing.assert_close(out, middle.expand_as(out))
-    monkeypatch.setattr(coreset_ops, "LEAST_DENOMINATOR", 2.0)
+    monkeypatch.setattr(wildcat_ops, "LEAST_DENOMINATOR", 2.0)
     out, *grads = gradients(hea.attention, tensors, 16, 64)
     torch.testing.assert_close(out.flatten(0, 1), middle.expand_as(value))
     weight = numbers(*out.shape, seed=4).sum(2, keepdim=True)
@@ -197,7 +197,7 @@ def test_queries_whose_landmarks_count_for_near_keys_only_attend_to_near_keys():
     """What is left without these is rounding."""
     far, counted, exact = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[5.0], [7.0]]])
     zero, lse = torch.zeros(1, 2, 1), torch.tensor([[[-20.0], [2.0]]])
-    out = weighted_coreset.replaced(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
+    out = bidirectional.replaced(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
     torch.testing.assert_close(out, exact)
 
 
@@ -221,7 +221,7 @@ auto = hea.functional.auto_attention
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
     """The number of rows that bound the error is that of users."""
-    monkeypatch.setattr(row_error, "NUM_ROWS", 64)
+    monkeypatch.setattr(within_bound, "NUM_ROWS", 64)
 
 
 def _mixed(length=700):
@@ -249,7 +249,7 @@ def test_heads_above_the_bound_are_exact_and_the_others_are_not():
 def attempts(monkeypatch):
     """The number of heads and of columns of each attempt."""
     made = []
-    within = row_error.attend_within_bound
+    within = within_bound.attend_within_bound
 
     def attend(heads, forms, *args):
         def spy(query, key, value, columns):
@@ -266,7 +266,7 @@ def test_from_which_length_on_heads_are_attempted(monkeypatch, attempts):
     """From a given crossover, as from a measured one, but for the rows that bound the error."""
     monkeypatch.setattr(module, "crossover_length", lambda *size, **options: 900)
     for crossover, options in ((700, {"crossover": 700}), (900, {})):
-        last = row_error.attempt_length(row_error.worthwhile_length(crossover))
+        last = within_bound.attempt_length(within_bound.worthwhile_length(crossover))
         assert crossover < last < 1.15 * crossover
         for length in (last, last + 1):
             query, key, value = inputs(1, 2, length, 8)
@@ -285,7 +285,7 @@ def test_heads_that_need_exact_attention_cost_next_to_no_attempts(monkeypatch, a
     tensors = [x[:, 2:].repeat(2, 4, 1, 1) for x in _mixed(1200)]  # 2 sequences of 8 heads
     assert max(_errors(tensors, crossover=400)) < 1e-5
     assert not attempts  # the copies tell
-    monkeypatch.setattr(row_error, "screening_error", lambda query, *_, **__: query.new_full(query.shape[:1], 0.1))
+    monkeypatch.setattr(within_bound, "screening_error", lambda query, *_, **__: query.new_full(query.shape[:1], 0.1))
     assert max(_errors(tensors, crossover=400)) < 1e-5
     assert 2 <= sum(heads for heads, _ in attempts) <= 6  # of 16
 

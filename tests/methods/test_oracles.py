@@ -18,9 +18,9 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from each import close, differs
-from hf_efficient_attn.ops.features import orthogonal_features
-from hf_efficient_attn.ops.hashing import NearField, bucket_codes, rounds_attention
-from hf_efficient_attn.ops.tokens import inverse
+from hf_efficient_attn.ops.features.maps import orthogonal_features
+from hf_efficient_attn.ops.index import inverse
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField, bucket_codes, rounds_attention
 from instances import inputs, numbers
 
 NUM_HEADS, HEAD_DIM = 2, 8

@@ -14,11 +14,12 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 import hf_efficient_attn as hea
 from each import close, differs, refuses
 from hf_efficient_attn.methods import approx_kmv, eva, get_method
-from hf_efficient_attn.ops import hashing
-from hf_efficient_attn.ops.features import orthogonal_features
-from hf_efficient_attn.ops.hashing import NearField, bucket_codes, plan_rounds, rounds_attention
-from hf_efficient_attn.ops.landmarks import DAMPING, damped_solve, find_segments, iterative_pinv, segment_sums
-from hf_efficient_attn.ops.tokens import inverse, normal
+from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.features.maps import orthogonal_features
+from hf_efficient_attn.ops.index import inverse
+from hf_efficient_attn.ops.nystrom import DAMPING, damped_solve, find_segments, iterative_pinv, segment_sums
+from hf_efficient_attn.ops.sampled_keys import hashing
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField, bucket_codes, plan_rounds, rounds_attention
 from instances import inputs, numbers, padding_mask, relative_error
 
 # The Nystromformer: pseudo-inverses, float16 and kernels of the convolution.

@@ -19,8 +19,9 @@ import promises
 from attack_cases import PROMISES, attack
 from each import each_form
 from hf_efficient_attn.methods import learns
-from hf_efficient_attn.ops import attend, tokens
-from hf_efficient_attn.ops.attend import product_dtype, sum_dtype
+from hf_efficient_attn.ops import slices
+from hf_efficient_attn.ops.backends import devices
+from hf_efficient_attn.ops.backends.devices import product_dtype, sum_dtype
 from instances import (
     DEFAULTS,
     FIRST,
@@ -41,7 +42,7 @@ from promises import outputs_that_count
 @pytest.fixture(autouse=True)
 def half_products(monkeypatch):
     """Products of bfloat16 inputs are computed in bfloat16 whatever the processor."""
-    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", True)
+    monkeypatch.setattr(devices, "_CPU_HAS_BFLOAT16", True)
 
 
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
@@ -216,8 +217,8 @@ BY_SCORES = ("auto", "hyperattention", "kdeformer", "nearfar", "reformer")
 def test_the_size_of_a_slice_changes_rounding_only(instance, is_causal, monkeypatch):
     """One head or block at a time, and all at once as on an accelerator, with gradients; methods do not see it."""
     tensors, mask, found = inputs(**ODD, dtype=torch.float64), padding_mask("holes", 2, ODD["q_len"]), []
-    for numel in (1, tokens.ACCELERATOR_NUMEL):
-        monkeypatch.setattr(tokens, "CPU_NUMEL", numel)
+    for numel in (1, slices.ACCELERATOR_NUMEL):
+        monkeypatch.setattr(slices, "CPU_NUMEL", numel)
         found.append(results(instance, is_causal, mask, tensors))
     check_close(*found, 1e-9)
 
@@ -258,7 +259,7 @@ def test_dtype_of_products(monkeypatch):
     on_device = x.to("meta", torch.float16)
     assert product_dtype(on_device) == torch.float16
     assert sum_dtype(on_device) == single
-    monkeypatch.setattr(attend, "_CPU_HAS_BFLOAT16", False)
+    monkeypatch.setattr(devices, "_CPU_HAS_BFLOAT16", False)
     assert product_dtype(x.to(half)) == single
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 import hf_efficient_attn as hea
 from each import FORMS
-from hf_efficient_attn.ops import tokens, wide
+from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops.backends import devices
 from instances import FIRST, VARIANTS, Instance, inputs, relative_error
 
 aten = torch.ops.aten
@@ -150,11 +151,11 @@ def test_fake_tensors_of_other_functions():
 @pytest.fixture
 def without_float64(monkeypatch) -> Callable[[], None]:
     """A function that lets the CPU have no float64. Kept numbers of before are not used, and not kept afterwards."""
-    monkeypatch.setattr(tokens, "_results", OrderedDict())
+    monkeypatch.setattr(constants, "_results", OrderedDict())
 
     def begin() -> None:
-        monkeypatch.setattr(tokens, "_results", OrderedDict())
-        monkeypatch.setattr(wide, "WITHOUT_FLOAT64", ("cpu",))
+        monkeypatch.setattr(constants, "_results", OrderedDict())
+        monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))
 
     return begin
 

@@ -14,9 +14,10 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from each import attend_naive, close
 from hf_efficient_attn.ops import attend as attend_module
-from hf_efficient_attn.ops import tokens
+from hf_efficient_attn.ops import gathered, slices
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.tokens import GatheredKeys, gathered_attention, inverse
+from hf_efficient_attn.ops.gathered import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.index import inverse
 from instances import inputs, numbers, padding_mask, relative_error
 from promises import Memory
 
@@ -122,7 +123,7 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
 )
 def test_plain_products_stay_within_the_limit_of_a_slice(config, num_heads, length, limit, dropout_p, monkeypatch):
     """They hold the weights of all pairs: with dropout, and on devices without a kernel."""
-    monkeypatch.setattr(tokens, "CPU_NUMEL", limit)
+    monkeypatch.setattr(slices, "CPU_NUMEL", limit)
     if not dropout_p:
         monkeypatch.setattr(attend_module, "_has_kernel", lambda *_: False)
     tensors = inputs(num_heads=num_heads, q_len=length, head_dim=4, value_dim=5)
@@ -133,7 +134,7 @@ def test_plain_products_stay_within_the_limit_of_a_slice(config, num_heads, leng
 
 def test_a_slice_draws_the_same_in_the_backward_pass():
     x = torch.ones(6, 50, requires_grad=True)
-    out = tokens.sliced(lambda x: torch.nn.functional.dropout(x, 0.5), x, size=2, draws=True)
+    out = slices.sliced(lambda x: torch.nn.functional.dropout(x, 0.5), x, size=2, draws=True)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())
 
@@ -151,7 +152,7 @@ def test_the_backward_pass_of_a_slice_calls_no_kernel_again(checkpointed, monkey
         return attend_module.merge(first, second).out
 
     def call(*tensors: Tensor) -> Tensor:
-        return tokens.sliced(two_parts, *tensors, size=2)
+        return slices.sliced(two_parts, *tensors, size=2)
 
     expected = torch.autograd.grad(two_parts(*tensors).sin().sum(), tensors)
     calls.clear()
@@ -224,7 +225,7 @@ def reference(given: Case) -> tuple[Tensor, Tensor]:
 
 def gather_attend(given: "Case") -> tuple[Tensor, Tensor]:
     """Out and lse by the kernels."""
-    from hf_efficient_attn.ops import triton_gather
+    from hf_efficient_attn.ops.backends import triton_gather
 
     return triton_gather.gather_attend(*given, SCALE)
 
@@ -306,7 +307,7 @@ def test_methods_by_triton_are_those_by_other_kernels(method, mask, monkeypatch)
         grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used
     results = []
     for applies in (False, True):
-        monkeypatch.setattr(tokens, "triton_applies", lambda *_, applies=applies: applies)
+        monkeypatch.setattr(gathered, "triton_applies", lambda *_, applies=applies: applies)
         out = hea.attention(config, *rows, attention_mask=key_mask)
         results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
     for ours, expected in zip(*results, strict=True):

@@ -12,11 +12,11 @@ from torch import Tensor
 import promises
 from each import close
 from hf_efficient_attn.analysis import exact_output
-from hf_efficient_attn.ops import coreset, thinning, tokens
-from hf_efficient_attn.ops.coreset import nearest
-from hf_efficient_attn.ops.coreset_causal import causal_coreset_attention, causal_coreset_naive, split_columns
-from hf_efficient_attn.ops.coreset_landmarks import draw_apart, gumbel_numbers
-from hf_efficient_attn.ops.sampling import candidate_positions
+from hf_efficient_attn.ops import clusters, thinning
+from hf_efficient_attn.ops.clusters import candidate_positions, nearest
+from hf_efficient_attn.ops.draws import draw_sizes
+from hf_efficient_attn.ops.nearfar.causal import causal_coreset_attention, causal_coreset_naive, split_columns
+from hf_efficient_attn.ops.nearfar.landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
 
@@ -46,7 +46,7 @@ def choose_pivots_naive(
 ) -> tuple[Tensor, Tensor]:
     """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
     batch_heads, num_candidates, _ = points.shape
-    sizes, num_heads = tokens.draw_sizes(num_pivots, 8, 1, block), batch_heads // batch
+    sizes, num_heads = draw_sizes(num_pivots, 8, 1, block), batch_heads // batch
     gumbel = thinning.gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
     index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
     selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
@@ -111,7 +111,7 @@ def test_regularized_solve_of_an_indefinite_matrix(needs_grad):
     right = torch.ones(2, 30, 3)
     assert torch.linalg.cholesky_ex(kernel[0] + 1e-3 * torch.eye(30)).info > 0
     kernel.requires_grad_(needs_grad)
-    out = coreset.regularized_solve(kernel, right, 1e-3)
+    out = clusters.regularized_solve(kernel, right, 1e-3)
     assert out.isfinite().all() and out[0].abs().max() < 10.0
     close(out[1], torch.linalg.solve(kernel[1] + 1e-3 * torch.eye(30), right[1]), 1e-2)
     if needs_grad:

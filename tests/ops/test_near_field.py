@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from each import close
-from hf_efficient_attn.ops import causal, near_far
-from hf_efficient_attn.ops.causal import dense_causal_log_weights
-from hf_efficient_attn.ops.hashing import NearField, plan_lsh
-from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.sampling import (
+from hf_efficient_attn.ops.draws import uniform
+from hf_efficient_attn.ops.index import inverse
+from hf_efficient_attn.ops.sampled_keys import bidirectional, causal
+from hf_efficient_attn.ops.sampled_keys.bidirectional import dense_log_weights
+from hf_efficient_attn.ops.sampled_keys.causal import dense_causal_log_weights
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField, plan_lsh
+from hf_efficient_attn.ops.sampled_keys.sampling import (
     FarField,
     SamplingOptions,
     density_norms,
@@ -19,7 +21,6 @@ from hf_efficient_attn.ops.sampling import (
     sample_keys,
     sampled_norm_squared,
 )
-from hf_efficient_attn.ops.tokens import inverse, uniform
 from instances import FIRST, numbers
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def sampling(**changes) -> SamplingOptions:
 def plan(near_field="lsh", q_len=90, mask=None, **changes):
     """Inputs with 90 keys, two sequences of two heads; the near field and the far field."""
     row = numbers(4, q_len, 6), numbers(4, 90, 6, seed=1), numbers(4, 90, 5, seed=2)
-    return row, *near_far.make_plan(*row, mask, sampling(near_field=near_field, **changes))
+    return row, *bidirectional.make_plan(*row, mask, sampling(near_field=near_field, **changes))
 
 
 def held_pairs(near: NearField, q_len: int, kv_len: int) -> Tensor:
@@ -95,11 +96,11 @@ def test_probes_of_a_group_are_queries_of_its_blocks(near_field, mask):
     (query, key, _), near, _ = plan(near_field, mask=mask)
     expected = residual(query, key, near, mask)
     for a, total in ((0, 90), (2, 90 if mask is None else 61)):
-        all_of_them, _ = near_far.probe_norms(query, key, mask, near, None, sampling(num_probes=total, groups=1))
+        all_of_them, _ = bidirectional.probe_norms(query, key, mask, near, None, sampling(num_probes=total, groups=1))
         close(all_of_them[a, 0], expected[a, :total].square().sum(0))
         own = (query_groups(near, 2).expand(4, -1)[a] == 1).nonzero()[:, 0]
         index = torch.arange(int(own[0]) * near.block_q, total)
-        ours, _ = near_far.probe_norms(query, key, mask, near, None, sampling(num_probes=2 * len(index), groups=2))
+        ours, _ = bidirectional.probe_norms(query, key, mask, near, None, sampling(num_probes=2 * len(index), groups=2))
         queries = index if near.query_order is None else near.query_order[a, index]
         close(ours[a, 1], expected[a, queries].square().sum(0) * total / len(index))
 
@@ -135,12 +136,12 @@ def test_sampling_scores_are_those_of_the_paper():
 
     def scores(kind):
         options = sampling(scores=kind, num_probes=90, groups=1)
-        return near_far.sampling_scores(query, key, value, None, near, None, options)[0]
+        return bidirectional.sampling_scores(query, key, value, None, near, None, options)[0]
 
     squares = value.square().sum(-1)
     close(scores("value_norm")[:, 0], squares.gather(1, near.key_order), 1e-5)
     assert torch.equal(scores("uniform"), torch.ones(4, 1, 90, dtype=torch.float64))
-    norms = near_far.probe_norms(query, key, None, near, None, sampling(num_probes=90, groups=1))[0]
+    norms = bidirectional.probe_norms(query, key, None, near, None, sampling(num_probes=90, groups=1))[0]
     singular = torch.linalg.svdvals(value)
     gamma = 1.0 / singular.pow(4).sum(1).sqrt()
     close(sampled_norm_squared(value, None)[:, 0], 1.0 / gamma)
@@ -162,7 +163,7 @@ def test_the_far_field_is_unbiased(scores, independent):
     """Over many samples the mean weight of every key with a score is 1, as in the residual."""
     (query, key, value), near, _ = plan("window")
     options = sampling(scores=scores, groups=1, independent=independent)
-    weights, _ = near_far.sampling_scores(query, key, value, None, near, None, options)
+    weights, _ = bidirectional.sampling_scores(query, key, value, None, near, None, options)
     total, draws, together = torch.zeros(4, 90), 4000, 40
     for seed in range(draws // together):
         turns = uniform((2, together), seed, 12, CPU).repeat(2, 1)
@@ -233,17 +234,17 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
 
 def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearField, NearField, NearField]:
     """The window, the blocks of a hash, and the choice between them."""
-    window = near_far.plan_window(query, key, 8, mask)
+    window = bidirectional.plan_window(query, key, 8, mask)
     lsh = plan_lsh(query, key, 8, mask, 6, 0, window.block_q)
     options = SamplingOptions("auto", 8, 6, None, 0, "uniform", 8, False, 1.0, seed=0, batch=1)
-    return window, lsh, near_far.plan_near_field(query, key, mask, options)[0]
+    return window, lsh, bidirectional.plan_near_field(query, key, mask, options)[0]
 
 
 @pytest.mark.parametrize("q_len", [30, 21])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_choice_is_that_of_dense_matrices(q_len, masked):
     # With no more queries than rows, every query is one of the exact rows.
-    assert q_len <= near_far.NUM_ROWS
+    assert q_len <= bidirectional.NUM_ROWS
     query, key = numbers(16, q_len, 4).float(), numbers(16, 30, 4, seed=1).float()
     # In half of the heads, tokens resemble their neighbors.
     angle = torch.arange(30) * (2 * math.pi / 30)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from each import attend_naive, close
 from hf_efficient_attn import functional
-from hf_efficient_attn.ops import linear
-from hf_efficient_attn.ops import tokens as tokens_ops
+from hf_efficient_attn.ops import constants
 from hf_efficient_attn.ops.attend import Partial, merge
-from hf_efficient_attn.ops.features import Features, elu_features, elu_map, favor, orthogonal_features
-from hf_efficient_attn.ops.hashing import hash_keys, hyperplanes
-from hf_efficient_attn.ops.linear import Tokens, causal, log_weights_naive, update_state
-from hf_efficient_attn.ops.sampling import inclusion_probabilities
+from hf_efficient_attn.ops.draws import normal, uniform
+from hf_efficient_attn.ops.features import sums
+from hf_efficient_attn.ops.features.maps import Features, elu_features, elu_map, favor, orthogonal_features
+from hf_efficient_attn.ops.features.sums import Tokens, causal, log_weights_naive, update_state
+from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys, hyperplanes
+from hf_efficient_attn.ops.sampled_keys.sampling import inclusion_probabilities
 from hf_efficient_attn.ops.strata import independent_sample, stratified_ranks, systematic_sample
-from hf_efficient_attn.ops.tokens import normal, uniform
 from instances import numbers
 
 CPU = torch.device("cpu")
@@ -257,7 +257,7 @@ def dense(query, parts, features, future):
 @pytest.mark.parametrize("name", ["elu", "favor"])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_the_causal_scan(name, with_state, monkeypatch):
-    monkeypatch.setattr(linear, "_SEGMENT_CHUNKS", 2)
+    monkeypatch.setattr(sums, "_SEGMENT_CHUNKS", 2)
     own, before = tokens(300), tokens(40, seed=5)
     leaves = [x.clone().requires_grad_() for x in (*own[:3], *before[1:3])]
 
@@ -312,13 +312,13 @@ def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dt
 def test_constants_are_kept_up_to_a_size(monkeypatch):
     calls = []
 
-    @tokens_ops.constant
+    @constants.constant
     def ones(count, device):
         calls.append(count)
         return torch.ones(count, device=device)
 
-    monkeypatch.setattr(tokens_ops, "_results", OrderedDict())
-    monkeypatch.setattr(tokens_ops, "_KEPT_BYTES", 4 * 100)
+    monkeypatch.setattr(constants, "_results", OrderedDict())
+    monkeypatch.setattr(constants, "_KEPT_BYTES", 4 * 100)
     for count in (40, 50, 40, 60, 40, 60, 50, 200):  # 60 in place of 50, the oldest; 200 is too large to be kept
         assert ones(count, CPU).tolist() == [1.0] * count
     assert calls == [40, 50, 60, 50, 200]

@@ -6,8 +6,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import hf_efficient_attn as hea
 from each import close, each_first_form, each_form, refuses
-from hf_efficient_attn.ops import tokens as tokens_ops
-from hf_efficient_attn.ops.tokens import normal
+from hf_efficient_attn.ops import constants, index
+from hf_efficient_attn.ops.draws import normal
 from instances import inputs, padding_mask
 from tiny_models import METHODS, tiny_batch, tiny_model
 
@@ -112,12 +112,12 @@ def test_models():
 
 def test_nothing_is_kept_that_a_transform_has_wrapped():
     def draws(x):
-        return x * normal((3,), 987_654, 0, x.device) + tokens_ops.integers(91, x.device)[:3]
+        return x * normal((3,), 987_654, 0, x.device) + index.integers(91, x.device)[:3]
 
     x = torch.ones(3, dtype=torch.float64)
     inside = grad(lambda x: draws(x).sum())(x)
     torch.testing.assert_close(inside, draws(x) - torch.arange(3))
-    assert all(tokens_ops._has_memory(kept) for kept in tokens_ops._results.values())
+    assert all(constants._has_memory(kept) for kept in constants._results.values())
 
 
 @pytest.mark.parametrize("method", METHODS)

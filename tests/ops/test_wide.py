@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from hf_efficient_attn.ops import wide
+from hf_efficient_attn.ops.backends import devices
+from hf_efficient_attn.ops.backends.devices import wide_dtype
 from hf_efficient_attn.ops.strata import strata, systematic_sample
-from hf_efficient_attn.ops.wide import from_float64, in_float64, wide_dtype
+from hf_efficient_attn.ops.wide import from_float64, in_float64
 from instances import numbers
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")
@@ -13,7 +15,7 @@ CPU, MPS = torch.device("cpu"), torch.device("mps")
 
 @pytest.fixture
 def without_float64(monkeypatch):
-    monkeypatch.setattr(wide, "WITHOUT_FLOAT64", ("cpu",))
+    monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))
 
 
 def test_devices_without_float64():

@@ -23,9 +23,9 @@ from hf_efficient_attn.methods._shared.registry import (
     parameters_of_slice,
 )
 from hf_efficient_attn.ops import tracing
-from hf_efficient_attn.ops.attend import multiplies_bfloat16
+from hf_efficient_attn.ops.backends.devices import multiplies_bfloat16
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice
-from hf_efficient_attn.ops.tokens import with_zero_gradients
+from hf_efficient_attn.ops.slices import with_zero_gradients
 
 # With a key-value cache, up to this many queries are decoded, and more are computed like a whole sequence.
 _MAX_DECODED_QUERIES = 128

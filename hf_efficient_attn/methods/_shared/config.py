@@ -254,7 +254,7 @@ class AttentionOptions(NamedTuple):
         is_causal: query i attends to the keys 0 to i only; Nq = Nk.
         scale: the factor of the scores q . k.
         dropout_p: the probability with which an attention weight is dropped. 0 outside of training.
-        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.tokens`: an integer or a scalar tensor,
+        seed: the seed of everything that is drawn, for `hf_efficient_attn.ops.draws`: an integer or a scalar tensor,
             and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
         parameters: the learned parameters by name; empty for a method that learns none. Parameters of heads belong to
             the heads of the call.

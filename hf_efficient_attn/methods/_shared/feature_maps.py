@@ -1,9 +1,9 @@
 """Linear attention with the features of an option `feature_map`, for the methods that have one.
 
-The computation is in `hf_efficient_attn.ops.near_features`. Dropout acts on the features of the queries. With a window,
-c is the learned parameter `far_log_weight`, which every key head has together with its maps. It starts at the value for
-which a query and a key of zeros have the weight 1, as in softmax. Features that are not learned keep this value, for
-`elu` -log D.
+The computation is in `hf_efficient_attn.ops.features.with_window`. Dropout acts on the features of the queries. With a
+window, c is the learned parameter `far_log_weight`, which every key head has together with its maps. It starts at the
+value for which a query and a key of zeros have the weight 1, as in softmax. Features that are not learned keep this
+value, for `elu` -log D.
 """
 
 import math
@@ -16,8 +16,8 @@ from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm, option
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.exact import dense_softmax
-from hf_efficient_attn.ops.features import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
-from hf_efficient_attn.ops.near_features import (
+from hf_efficient_attn.ops.features.maps import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
+from hf_efficient_attn.ops.features.with_window import (
     FeatureCall,
     State,
     add_tokens,

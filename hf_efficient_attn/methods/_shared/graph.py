@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig
 from hf_efficient_attn.methods._shared.registry import get_method, make_config
+from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice, Seed
-from hf_efficient_attn.ops.tokens import seed_value
 from hf_efficient_attn.ops.tracing import draw_seed, with_draws_of
 
 # The namespace of the operators. Copies of this module in kernel repositories have other top packages.

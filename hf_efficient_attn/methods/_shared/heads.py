@@ -11,7 +11,8 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
-from hf_efficient_attn.ops.tokens import integers, inverse, take, valid_first, with_zero_gradients
+from hf_efficient_attn.ops.index import integers, inverse, take, valid_first
+from hf_efficient_attn.ops.slices import with_zero_gradients
 
 
 def by_heads(

@@ -15,7 +15,7 @@ from hf_efficient_attn.methods._shared.call import (
 from hf_efficient_attn.methods._shared.config import MethodConfig, State
 from hf_efficient_attn.methods._shared.registry import get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
-from hf_efficient_attn.ops.tokens import with_zero_gradients
+from hf_efficient_attn.ops.slices import with_zero_gradients
 from hf_efficient_attn.ops.tracing import refuse_second_gradient
 
 

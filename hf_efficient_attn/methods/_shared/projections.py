@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option, refuse
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.attend import sum_dtype
+from hf_efficient_attn.ops.backends.devices import sum_dtype
 from hf_efficient_attn.ops.projections import (
     contract_hidden_states,
     contractions,
@@ -32,7 +32,7 @@ from hf_efficient_attn.ops.projections import (
     projected_key_mask,
     start_tables,
 )
-from hf_efficient_attn.ops.tokens import with_zero_gradients
+from hf_efficient_attn.ops.slices import with_zero_gradients
 
 # Names of the tables of keys and of values as learned parameters.
 NAMES = ("key_projection", "value_projection")

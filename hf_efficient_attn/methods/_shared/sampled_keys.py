@@ -9,11 +9,11 @@ from hf_efficient_attn.kernel.densities import softmax_column_norms
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops import causal, near_far
-from hf_efficient_attn.ops.causal import dense_causal_log_weights
 from hf_efficient_attn.ops.exact import bias_of, dense_softmax
-from hf_efficient_attn.ops.near_far import dense_log_weights
-from hf_efficient_attn.ops.sampling import SamplingOptions
+from hf_efficient_attn.ops.sampled_keys import bidirectional, causal
+from hf_efficient_attn.ops.sampled_keys.bidirectional import dense_log_weights
+from hf_efficient_attn.ops.sampled_keys.causal import dense_causal_log_weights
+from hf_efficient_attn.ops.sampled_keys.sampling import SamplingOptions
 
 # Bits of a hash code.
 MAX_HASHES = 62
@@ -24,7 +24,8 @@ class SampledKeysConfig(MethodConfig):
     """Hyperparameters of a near field of blocks and a far field of sampled keys.
 
     The output is exact for sequences of up to block_size + num_samples keys. In the causal form it is also exact at the
-    first block_size + num_samples positions of every sequence. `hf_efficient_attn.ops.causal` describes that form.
+    first block_size + num_samples positions of every sequence. `hf_efficient_attn.ops.sampled_keys.causal` describes
+    that form.
     """
 
     causal = True
@@ -106,8 +107,8 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         if not options.is_causal:
-            near, far = near_far.make_plan(query, key, value, key_mask, sampling)
-            return near_far.near_far_attention(query, key, value, near, far, sampling)
+            near, far = bidirectional.make_plan(query, key, value, key_mask, sampling)
+            return bidirectional.near_far_attention(query, key, value, near, far, sampling)
         plans = causal.plan_intervals(query, key, value, sampling)
         return causal.causal_near_far_attention(query, key, value, plans, sampling)
 
@@ -129,7 +130,7 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
             plans = causal.plan_intervals(query, key, value, sampling)
             weights = dense_causal_log_weights(plans, q_len, sampling.causal_block, config.exact_length, query)
         else:
-            plan = near_far.make_plan(query, key, value, key_mask, sampling)
+            plan = bidirectional.make_plan(query, key, value, key_mask, sampling)
             weights = dense_log_weights(*plan, q_len, kv_len) + bias
         return dense_softmax(scores + weights, value)
 

@@ -17,20 +17,12 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
+from hf_efficient_attn.ops.backends.devices import wide_dtype
+from hf_efficient_attn.ops.draws import normal
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.shards import Seed
-from hf_efficient_attn.ops.tokens import (
-    ceil_div,
-    integers,
-    inverse,
-    normal,
-    pad_to_blocks,
-    slice_size,
-    sliced,
-    take,
-    valid_first,
-)
-from hf_efficient_attn.ops.wide import wide_dtype
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
 class NearField(NamedTuple):

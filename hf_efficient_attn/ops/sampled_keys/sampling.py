@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import wide_dtype
+from hf_efficient_attn.ops.draws import seed_value, uniform
 from hf_efficient_attn.ops.exact import bias_between
-from hf_efficient_attn.ops.hashing import NearField
+from hf_efficient_attn.ops.index import integers, take
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.strata import independent_sample, strata, systematic_sample
-from hf_efficient_attn.ops.tokens import integers, seed_value, take, uniform, valid_first
-from hf_efficient_attn.ops.wide import in_float64, wide_dtype, widened
+from hf_efficient_attn.ops.wide import in_float64, widened
 
 # The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
@@ -24,7 +26,6 @@ LEAST_SCORE = 1e-6
 _TINY = 1e-290
 # The stream of random numbers.
 _INDEPENDENT = 3
-
 # norms(queries (Nq, D), keys (Nk, D), seed) -> logs of the squared column norms of the softmax matrix of
 # queries keys^T, (Nk,), and of its row sums, (Nq,), both float64.
 ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
@@ -283,21 +284,3 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     others = highest.flip(-1).cumsum(-1, dtype=acc_dtype) + rest
     left = integers(highest.shape[-1], scores.device) + (num_samples - highest.shape[-1] + 1)
     return (scores * (left / others.clamp_(min=tiny)).amax(-1, keepdim=True)).clamp_(max=1.0)
-
-
-def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
-
-    Args:
-        key_mask: bool (B, Nk), True for valid keys.
-        limit: the largest number of candidates.
-
-    Returns:
-        position: int64 (B, C). C is the smaller of Nk and `limit`. The candidates that exist come first, in ascending
-            order.
-        valid: bool (B, C), which candidates exist.
-    """
-    count = min(key_mask.shape[1], limit)
-    num_valid, rank = key_mask.sum(1, keepdim=True), integers(count, key_mask.device)
-    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
-    return valid_first(key_mask).gather(1, spread), rank < num_valid

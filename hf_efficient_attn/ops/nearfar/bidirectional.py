@@ -15,7 +15,7 @@ output is a convex combination of values.
   large score.
 - The exact rows of a few probe queries tell how much of the output of each head the landmarks miss. Heads that miss
   much have near keys: groups of similar queries attend exactly to the keys with the largest scores, and what landmarks
-  count for these keys is subtracted (`hf_efficient_attn.ops.coreset_landmarks`).
+  count for these keys is subtracted (`hf_efficient_attn.ops.nearfar.landmarks`).
 - Ridge regression, linear in the query, corrects what the outputs of the probes still miss. On activations of BERT this
   lowers the error by a quarter.
 """
@@ -28,21 +28,19 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
-from hf_efficient_attn.ops.coreset import regularized_solve, with_ones
-from hf_efficient_attn.ops.coreset_landmarks import (
+from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, with_ones
+from hf_efficient_attn.ops.index import integers, take
+from hf_efficient_attn.ops.nearfar.landmarks import (
     CoresetOptions,
     Landmarks,
     Represented,
     choose_landmarks,
-    directions,
-    find_near_keys,
-    group_queries,
     landmarks_naive,
-    middle_positions,
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.tokens import integers, slice_size, sliced, take
+from hf_efficient_attn.ops.nearfar.near_keys import directions, find_near_keys, group_queries
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the
 # query attends to its near keys only.

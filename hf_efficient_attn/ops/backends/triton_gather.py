@@ -6,7 +6,7 @@ Gimelshein 2018). The backward computes the weights anew from the lse, as in Fla
 share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
 inputs' dtype and float32 sums.
 
-Only `hf_efficient_attn.ops.tokens` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
+Only `hf_efficient_attn.ops.slices` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
@@ -19,8 +19,6 @@ from torch import Tensor
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
 # Maps (whether the inputs have 4 bytes, the larger one of D and Dv padded) to the numbers of queries and keys that a
 # program processes at a time in the forward and in the backward. Larger tiles spill registers.
 _TILES = {

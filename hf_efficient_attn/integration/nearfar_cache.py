@@ -1,6 +1,6 @@
 """`NearFarCache`: a cache of bounded memory for decoding with methods that otherwise attend to all cached keys exactly.
 
-A layer keeps the newest keys as they are and landmarks for all older ones (`ops.coreset`). Its attention is the
+A layer keeps the newest keys as they are and landmarks for all older ones (`ops.nearfar.growing`). Its attention is the
 exact merge of the two. When it holds as many keys and landmarks as its budget, the older keys join the landmarks of
 their batch row. What happens to a row depends on its own valid tokens only, and is the same for tokens that come one at
 a time or together. The tokens of the first call, usually the prompt, are computed by the method as without a cache.
@@ -18,9 +18,9 @@ from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
 from hf_efficient_attn.ops.attend import Partial, attend, merge
-from hf_efficient_attn.ops.coreset import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.tokens import take
+from hf_efficient_attn.ops.index import take
+from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, coreset_partial, empty_coreset
 from hf_efficient_attn.ops.tracing import refuse_in_graphs
 
 # The smallest budget: one newest key, two more before they are merged, and five landmarks.

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.draws import offsets, uniform
 from hf_efficient_attn.ops.exact import bias_between
-from hf_efficient_attn.ops.hashing import NearField, plan_lsh
-from hf_efficient_attn.ops.sampling import (
+from hf_efficient_attn.ops.gathered import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, valid_first
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField, plan_lsh
+from hf_efficient_attn.ops.sampled_keys.sampling import (
     FarField,
     SamplingOptions,
     column_scores,
@@ -26,20 +29,8 @@ from hf_efficient_attn.ops.sampling import (
     sample_outside,
 )
 from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import strata, stratified_ranks
-from hf_efficient_attn.ops.tokens import (
-    GatheredKeys,
-    ceil_div,
-    gathered_attention,
-    integers,
-    inverse,
-    offsets,
-    pad_to_blocks,
-    slice_size,
-    sliced,
-    uniform,
-    valid_first,
-)
 
 # The number of exact rows of a head by which its near field is chosen.
 NUM_ROWS = 32

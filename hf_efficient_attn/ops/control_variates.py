@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, keeps_pairs, merge
-from hf_efficient_attn.ops.causal import sampled_intervals
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.tokens import ceil_div, integers, pad_to_blocks, slice_size, sliced
+from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks
+from hf_efficient_attn.ops.sampled_keys.causal import sampled_intervals
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
 class ChunkOptions(NamedTuple):

@@ -24,27 +24,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.draws import offsets, seed_value
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.hashing import hash_keys
-from hf_efficient_attn.ops.sampling import (
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys
+from hf_efficient_attn.ops.sampled_keys.sampling import (
     FarField,
     SamplingOptions,
     column_scores,
     sample_keys,
     split_scale_evenly,
 )
+from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import stratified_ranks
-from hf_efficient_attn.ops.tokens import (
-    ceil_div,
-    integers,
-    inverse,
-    offsets,
-    pad_to_blocks,
-    seed_value,
-    slice_size,
-    sliced,
-    take,
-)
 from hf_efficient_attn.ops.wide import in_float64
 
 # Streams of random numbers on level 0.

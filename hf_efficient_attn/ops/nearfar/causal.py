@@ -9,9 +9,9 @@ does not even depend on the length of the sequence. A query attends to
 - the near keys exactly: the keys with the largest scores for the group of queries that is most similar to the query.
   They are found again a few times in an epoch, among all keys before the last two blocks. For the products, queries of
   a group are put in blocks, in their order, and a block has the near keys that its first query knows;
-- all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.weighted_coreset`), the nearest
-  landmark represents a key, and what landmarks count for near keys is subtracted. Each block adds its own keys to the
-  sums of the landmarks.
+- all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.nearfar.bidirectional`), the
+  nearest landmark represents a key, and what landmarks count for near keys is subtracted. Each block adds its own keys
+  to the sums of the landmarks.
 """
 
 import itertools
@@ -24,33 +24,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.coreset import nearest
-from hf_efficient_attn.ops.coreset_landmarks import (
+from hf_efficient_attn.ops.clusters import even_positions, nearest
+from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.features.maps import EMPTY
+from hf_efficient_attn.ops.features.sums import FeatureState, others
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.nearfar.bidirectional import LEAST_SHARE, near_attention, replaced
+from hf_efficient_attn.ops.nearfar.landmarks import (
     CoresetOptions,
-    Groups,
     choose_landmarks,
-    directions,
-    group_queries,
     landmarks_naive,
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.features import EMPTY
-from hf_efficient_attn.ops.linear import FeatureState, others
+from hf_efficient_attn.ops.nearfar.near_keys import Groups, directions, group_queries
 from hf_efficient_attn.ops.shards import Seed
-from hf_efficient_attn.ops.tokens import (
-    ceil_div,
-    constant,
-    even_positions,
-    integers,
-    inverse,
-    pad_to_blocks,
-    slice_size,
-    sliced,
-    take,
-)
-from hf_efficient_attn.ops.weighted_coreset import LEAST_SHARE, near_attention, replaced
+from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # The numbers of evenly spaced keys of the prefix that landmarks are made from, and of queries that groups are made
 # from.

@@ -21,25 +21,22 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.exact import mask_bias, window_partial
-from hf_efficient_attn.ops.features import EMPTY, Features
-from hf_efficient_attn.ops.hashing import plan_lsh
-from hf_efficient_attn.ops.linear import (
+from hf_efficient_attn.ops.features.maps import EMPTY, Features
+from hf_efficient_attn.ops.features.sums import (
     FeatureState,
     Tokens,
     bidirectional,
     causal,
-    count_of,
     features_beyond,
     log_weights_naive,
     numel_of_head,
-    others,
     query_state,
     through_directions,
     union,
     update_state,
 )
-from hf_efficient_attn.ops.shards import Seed, Shards, gather
-from hf_efficient_attn.ops.tokens import inverse, pad_to_blocks, slice_size, sliced, take, valid_first
+from hf_efficient_attn.ops.shards import Shards, gather
+from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # Features are kept for the backward pass if a token has at most `_FEW_FEATURES`, which take little more memory than the
@@ -267,112 +264,3 @@ def feature_scores_naive(query: Tensor, key: Tensor, call: FeatureCall) -> Tenso
     position = torch.arange(query.shape[2], device=query.device)
     in_window = (position - position[:, None]).abs() <= call.window_size
     return torch.where(in_window, query @ key.mT * call.scale, logs + call.log_weight_for(query).unsqueeze(-1))
-
-
-class BlockPlan(NamedTuple):
-    """Sorted queries and keys, split into blocks. The near field of query block t is the key block `key_block[:, t]`.
-
-    Attributes:
-        query_order: (BH, N), the order of the queries; None for the order of their positions.
-        key_order: (BH, N), the same for the keys.
-        key_block: (BH, T), or None if the near field of query block t is key block t.
-        num_valid: (BH, 1), the number of valid keys, which come first in their order; None if all are valid.
-    """
-
-    query_order: Tensor | None
-    key_order: Tensor | None
-    key_block: Tensor | None
-    num_valid: Tensor | None
-
-
-@torch.no_grad()
-def plan_blocks(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, seed: Seed
-) -> BlockPlan:
-    """Plan the near field of (BH, N, D) tokens: blocks of positions, or of a hash with `num_hashes` hyperplanes."""
-    num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
-    if not num_hashes:
-        order = None if key_mask is None else valid_first(key_mask)
-        return BlockPlan(order, order, None, num_valid)
-    near = plan_lsh(query, key, size, key_mask, num_hashes, seed)
-    # `plan_lsh` gives `size` keys from any start. Take the block that contains most of these keys.
-    last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
-    block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
-    return BlockPlan(near.query_order, near.key_order, block, num_valid)
-
-
-def block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: BlockPlan,
-    features: Features,
-    size: int,
-    *,
-    is_causal: bool,
-    scale: float,
-    dropout_p: float,
-) -> Tensor:
-    """Compute attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
-    length, attend_to = query.shape[1], functools.partial(attend, scale=scale, dropout_p=dropout_p)
-
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
-        own = BlockPlan(*plan)
-        query = query if own.query_order is None else take(query, own.query_order)
-        if own.key_order is not None:
-            key, value = take(key, own.key_order), take(value, own.key_order)
-        tokens = [pad_to_blocks(x, size) for x in (query, key, value)]  # (BH, T, size, .)
-        if is_causal:
-            out = _causal_blocks(tokens, features, attend_to, dropout_p)
-        else:
-            out = _bidirectional_blocks(tokens, length, own, features, attend_to, dropout_p)
-        out = out.flatten(1, 2)[:, :length]
-        return out if own.query_order is None else take(out, inverse(own.query_order))
-
-    num_features = count_of(features, Tokens(query, key, value, None))
-    slices = slice_size(length * max(num_features, 2 * size), query.device)
-    return sliced(some_heads, query, key, value, *plan, size=slices, draws=dropout_p > 0.0)
-
-
-def _bidirectional_blocks(
-    tokens: list[Tensor],
-    length: int,
-    plan: BlockPlan,
-    features: Features,
-    attend_to: Callable[..., Partial],
-    dropout_p: float,
-) -> Tensor:
-    """Compute attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to all others' features."""
-    query, key, value = tokens
-    (num_blocks, size), valid, bias = key.shape[1:3], None, None
-    if plan.num_valid is not None or length % size:
-        index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
-        valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
-        bias = mask_bias(valid, key.dtype).unsqueeze(2)
-    state = others(update_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
-    if plan.key_block is not None:
-        block = plan.key_block
-        bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
-        key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
-        state = FeatureState(sums, state.log.gather(1, block))
-    near = attend_to(query, key, value, bias)  # (BH, T, S, Dv)
-    return merge(near, query_state(query, state, features, dropout_p)).out
-
-
-def _causal_blocks(
-    tokens: list[Tensor], features: Features, attend_to: Callable[..., Partial], dropout_p: float
-) -> Tensor:
-    """Compute attention of blocks (BH, T, S, .) to the block before, to their own block causally, and to features.
-
-    The features represent all earlier blocks. Masked tokens come last.
-    """
-    query, key, value = tokens
-    size = key.shape[2]
-    bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)
-    first = attend_to(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:])
-    # (BH, T - 1, 2 S, .)
-    keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
-    near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
-    state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
-    far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
-    return torch.cat((first.out, merge(near, far).out), 1)

@@ -5,8 +5,9 @@ al. 2020). S and Z are a `FeatureState`, which tokens are added to and which que
 sequence into chunks. One product with a triangular matrix gives the states before all chunks of a segment, and pairs of
 a query and a key of the same chunk are a triangular matrix of products.
 
-A key has a weight 2**w_j besides its features (`hf_efficient_attn.ops.features`), and sums are relative to a power of
-two. In the causal form this power is the largest weight so far, so nothing overflows and no later key has an influence.
+A key has a weight 2**w_j besides its features (`hf_efficient_attn.ops.features.maps`), and sums are relative to a power
+of two. In the causal form this power is the largest weight so far, so nothing overflows and no later key has an
+influence.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
-from hf_efficient_attn.ops.features import EMPTY, Features
-from hf_efficient_attn.ops.tokens import ceil_div, count_blocks, integers, pad_to_blocks, slice_size, sliced
+from hf_efficient_attn.ops.features.maps import EMPTY, Features
+from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
+from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # With up to `_FEW_FEATURES` features a chunk has `_SMALL_CHUNK` tokens, with more it has `_CHUNK`. A segment has

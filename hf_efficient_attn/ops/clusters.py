@@ -1,0 +1,117 @@
+"""Clusters of keys: evenly spaced positions, the nearest centre, sums of clusters, and Nystrom weights."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.index import flat_index, integers, valid_first
+from hf_efficient_attn.ops.slices import slice_size, sliced
+
+
+@constant
+def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
+    """Return `count` evenly spaced positions, int64 (count,)."""
+    return torch.arange(count, device=device) * kv_len // count
+
+
+def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
+
+    Args:
+        key_mask: bool (B, Nk), True for valid keys.
+        limit: the largest number of candidates.
+
+    Returns:
+        position: int64 (B, C). C is the smaller of Nk and `limit`. The candidates that exist come first, in ascending
+            order.
+        valid: bool (B, C), which candidates exist.
+    """
+    count = min(key_mask.shape[1], limit)
+    num_valid, rank = key_mask.sum(1, keepdim=True), integers(count, key_mask.device)
+    spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
+    return valid_first(key_mask).gather(1, spread), rank < num_valid
+
+
+@constant
+def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
+    """Return the middle of each of `count` equal parts of the sequence."""
+    return (2 * torch.arange(count, device=device) + 1) * length // (2 * count)
+
+
+# Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
+_LARGER_SLICES = 5
+RIDGE = 1e-3
+
+
+@torch.no_grad()
+def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
+    """Find the nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
+
+    The index of a landmark replaces the last bits of its closeness, so that the maximum contains the index. On a CPU
+    this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
+    """
+    integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
+    bits, index = (1 << (count - 1).bit_length()) - 1, _integers(count, integer, points.device)
+    landmarks = landmarks.mT
+    offset = landmarks.square().sum(1, keepdim=True)
+
+    def some_heads(points: Tensor, landmarks: Tensor, offset: Tensor) -> Tensor:
+        # `baddbmm` takes twice as long: on the CPU it first copies the offsets to all rows.
+        scores = torch.bmm(points, landmarks).sub_(offset, alpha=0.5)  # (BH, C, D) @ (BH, D, m) -> (BH, C, m)
+        scores.view(integer).bitwise_and_(~bits).bitwise_or_(index)
+        return scores.amax(2)
+
+    size = slice_size(points.shape[1] * count // _LARGER_SLICES, points.device)
+    return sliced(some_heads, points, landmarks, offset, size=size).view(integer).bitwise_and(bits).long()
+
+
+@constant
+def _integers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=dtype, device=device)
+
+
+def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
+    """Sum the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
+    sums = x.new_zeros(len(x) * count, x.shape[2])
+    return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
+
+
+def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """Compute (K + ridge I)^-1 R by Cholesky, for matrices that are symmetric positive semidefinite up to rounding.
+
+    The result is differentiable once. Where the decomposition fails, a multiple of I replaces K + ridge I.
+
+    Args:
+        kernel: K, (BH, m, m), in the accumulation dtype.
+        right: R, (BH, m, N).
+        ridge: positive; for matrices with a diagonal of 1 far above the rounding of a sum of m numbers.
+
+    Returns:
+        (BH, m, N).
+    """
+    one, safe = (
+        identity(kernel.shape[-1], factor, kernel.dtype, kernel.device) for factor in (1.0, kernel.shape[-1] ** 0.5)
+    )
+    system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
+    with torch.no_grad():
+        lower, failed = torch.linalg.cholesky_ex(system)
+        # A product with the inverse takes less time than triangular solves for many right-hand sides.
+        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
+    solved = torch.bmm(inverse, right)
+    if not (torch.is_grad_enabled() and (kernel.requires_grad or right.requires_grad)):
+        return solved
+    # A step of refinement has the value of the solution, and its gradient by R and K.
+    solved = solved.detach()
+    return solved + inverse @ (right - system @ solved)
+
+
+@constant
+def identity(size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a multiple of the identity matrix."""
+    return torch.eye(size, dtype=dtype, device=device) * factor
+
+
+def with_ones(x: Tensor) -> Tensor:
+    """Append a column of ones, for the denominators: (..., Dv) -> (..., Dv + 1)."""
+    return pad(x, (0, 1), value=1.0)

@@ -1,0 +1,81 @@
+"""Random numbers from a seed, a stream and an index.
+
+They are hashes of a counter instead of draws from a generator: a seed gives the same numbers on every device, inside
+`torch.compile` and in any order of calls, and the global random state is never touched. The hash is the finalizer of
+MurmurHash3 (Appleby, public domain), applied twice. The numbers of an integer seed are kept (`constant`), so they must
+not be modified.
+"""
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.index import integers
+from hf_efficient_attn.ops.shards import HeadSeed, Seed, head_slice
+from hf_efficient_attn.ops.wide import from_float64
+
+_MASK = 0xFFFFFFFF
+_Bits = TypeVar("_Bits", int, Tensor)
+
+
+def seed_value(seed: Seed) -> int | Tensor:
+    """Return the seed of the layer."""
+    return seed.value if isinstance(seed, HeadSeed) else seed
+
+
+def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
+    """Return the number of points of each draw: `first`, then `factor` times all before it, at most `largest`."""
+    sizes: list[int] = []
+    while sum(sizes) < count:
+        sizes.append(min(largest, max(first, factor * sum(sizes)), count - sum(sizes)))
+    return sizes
+
+
+@constant
+@from_float64
+def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Draw numbers of `wide_dtype`, uniform in the open interval (0, 1). `stream` tells the uses of one seed apart."""
+    return _uniform(shape, seed, stream, device)
+
+
+def _uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    start: Any = seed_value(seed) * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
+    bits = _mix(_mix(integers(math.prod(shape), device) + 1) + _mix(_mix(start) + stream + 1))
+    numbers: Tensor = (bits.to(torch.float64) + 0.5) / 2.0**32
+    return numbers.reshape(shape)
+
+
+def _mix(x: _Bits) -> _Bits:
+    """Mix the bits of an integer, or of every int64 number of a tensor, into 32 bits."""
+    x = x & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 16)
+
+
+@constant
+@from_float64
+def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Draw independent standard normal numbers of `wide_dtype` (Box-Muller)."""
+    radius = (-2.0 * _uniform(shape, seed, 2 * stream + 101, device).log()).sqrt()
+    return radius * (2.0 * math.pi * _uniform(shape, seed, 2 * stream + 102, device)).cos()
+
+
+@constant
+@from_float64
+def offsets(num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Draw an offset in (0, 1) of `wide_dtype` for each head, (H,). All sequences of a batch use the same offsets.
+
+    The offsets are multiples of the golden ratio modulo 1, so that no two heads sample alike.
+    """
+    head = torch.arange(num_heads, device=device, dtype=torch.float64) + head_slice(seed, num_heads).first  # (H,)
+    return (uniform((1,), seed, stream, device) + head * 0.6180339887498949).frac()
+
+
+def uniform_of_heads(count: int, num_heads: int, seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """Draw `uniform` numbers (count, H). A head gets the same numbers whichever heads a process holds."""
+    first, total = head_slice(seed, num_heads)
+    return uniform((count, total), seed, stream, device)[:, first : first + num_heads]

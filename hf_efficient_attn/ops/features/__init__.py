@@ -1,0 +1,1 @@
+"""Linear attention: feature maps, sums over tokens, and features beside a window."""

@@ -1,0 +1,190 @@
+"""hf_efficient_attn.ops.nearfar.biased."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.distance import NUM_PARTS, Bias
+from hf_efficient_attn.ops.exact import bias_between, bias_of
+from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks, take
+from hf_efficient_attn.ops.nearfar.bidirectional import (
+    LEAST_SHARE,
+    compute_probes,
+    corrected,
+    corrected_naive,
+    replaced,
+)
+from hf_efficient_attn.ops.nearfar.landmarks import (
+    CoresetOptions,
+    choose_landmarks,
+    landmarks_naive,
+    represent,
+    scores_naive,
+)
+from hf_efficient_attn.ops.slices import slice_size, sliced
+
+
+class _Window(NamedTuple):
+    """T blocks of queries, and the keys that each attends to exactly.
+
+    Attributes:
+        block_q: the number of queries of a block.
+        middle: int64 (T,), the query in the middle of each block.
+        key_index: int64 (T, w), the keys of each block.
+        reach: at this distance or less every key is in the window of a query.
+    """
+
+    block_q: int
+    middle: Tensor
+    key_index: Tensor
+    reach: int
+
+
+def _window(q_len: int, kv_len: int, size: int, device: torch.device) -> _Window:
+    """Center blocks of `size` keys on blocks of a quarter as many queries, and move them inwards at the ends."""
+    block_q = max(1, size // 4)
+    before = (size - block_q) // 2
+    first = integers(ceil_div(q_len, block_q), device) * block_q
+    index = (first - before).clamp(0, kv_len - size).unsqueeze(1) + integers(size, device)
+    return _Window(block_q, (first + block_q // 2).clamp(max=q_len - 1), index, before if size else -1)
+
+
+def pair_means(terms: Tensor, distance: Tensor, size: int) -> Tensor:
+    """Compute the means of a function of the distance over all pairs of two blocks of `size` positions.
+
+    Args:
+        terms: (BH, 2E + 1), the function at the distances -E to E.
+        distance: int64 (1 or BH, T, S), between the middles of the blocks, at most E - size.
+        size: positions of a block.
+
+    Returns:
+        (BH, T, S).
+    """
+    # Twice a mean of `size` neighbors. Its first entry is the mean of blocks at the distance size - 1 - E.
+    means = avg_pool1d(avg_pool1d(terms, size, 1), size, 1)
+    index = (distance + terms.shape[1] // 2 - size + 1).expand(len(terms), -1, -1)
+    return means.gather(1, index.flatten(1)).view_as(index)
+
+
+def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: int) -> tuple[Tensor, int]:
+    """Compute the mean bias of each landmark for the queries of each part.
+
+    Args:
+        weight: (BH, Nk), the weight of each key on its landmark.
+        cluster: int64 (BH, Nk), the landmark of each key.
+        count: m, the number of landmarks.
+        bias: the bias.
+        reach: only larger distances count in the mean.
+
+    Returns:
+        (BH, P, m), and the number of tokens of a part.
+    """
+    # Parts have equal numbers of tokens, so that padding before a sequence and other sequences change nothing.
+    length, kv_len = max(x.shape[1] for x in bias[1:]), weight.shape[1]
+    size = ceil_div(length, NUM_PARTS)
+    distance = bias.distances(size, ceil_div(length, size))  # (1 or BH, P, P)
+    end = int(distance.abs().amax()) + size
+    span = torch.arange(-end, end + 1, device=weight.device)
+    far = (span.abs() > reach).to(weight.dtype).expand(len(bias.table), -1)
+    largest = bias.table.detach().amax(1, keepdim=True)  # (BH, 1)
+    terms = torch.cat((bias_of((bias.table - largest).exp(), span) * far, far))
+    means = pair_means(terms, distance.repeat(2 if len(distance) > 1 else 1, 1, 1), size)  # (2 BH, P, P)
+    place = integers(kv_len, weight.device) // size * count + cluster
+    sums = weight.new_zeros(len(weight), distance.shape[2] * count).scatter_add(1, place, weight)
+    sums = sums.unflatten(1, (-1, count))  # (BH, P, m)
+    total, number = torch.bmm(means, sums.repeat(2, 1, 1)).chunk(2)  # (BH, P, m) each
+    is_near = number <= 0  # all keys of the landmark are in the window
+    mean = total.masked_fill(is_near, 1.0).clamp(min=torch.finfo(total.dtype).tiny) / number.masked_fill(is_near, 1.0)
+    return mean.log() + largest.unsqueeze(2), size
+
+
+def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: CoresetOptions) -> Tensor:
+    """Compute bidirectional attention with a bias by distance.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D), more keys than landmarks and keys of a window together, without padding.
+        value: (BH, Nk, Dv).
+        bias: the bias.
+        options: `num_samples` landmarks, and windows of `block_size` keys.
+
+    Returns:
+        (BH, Nq, Dv) in the accumulation dtype.
+    """
+    query, key, value, table = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value, bias.table))
+    key = key - key.mean(1, keepdim=True)
+    window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
+    landmarks = choose_landmarks(query, key, options)
+    keys = represent(key, value, landmarks)
+    mean, size = _mean_bias(
+        _weights(keys.key_bias), keys.landmark, options.num_samples, bias._replace(table=table), window.reach
+    )
+    call = {"scale": options.scale, "dropout_p": options.dropout_p}
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
+        centers, values, offsets, landmark, key_bias, mean, table, query_position, key_position = rest
+        blocks = pad_to_blocks(query, window.block_q)  # (BH, T, block_q, D)
+        position = pad_to_blocks(query_position.unsqueeze(2), window.block_q).squeeze(3)  # (1 or BH, T, block_q)
+        own = mean.index_select(1, window.middle // size)  # (BH, T, m)
+        far = attend(blocks, centers[:, None], values[:, None], (offsets[:, None] + own).unsqueeze(2), **call)
+        near_key, near_value = (x[:, window.key_index] for x in (key, value))  # (BH, T, w, .)
+        exact = attend(
+            blocks, near_key, near_value, bias_between(table, position, key_position[:, window.key_index]), **call
+        )
+        landmark, key_bias = landmark[:, window.key_index], key_bias[:, window.key_index]  # (BH, T, w)
+        key_bias = (key_bias + own.gather(2, landmark)).unsqueeze(2)
+        near_centers = take(centers, landmark.flatten(1)).unflatten(1, landmark.shape[1:])
+        counted = attend(blocks, near_centers, near_value, key_bias, **call)
+        parts = (Partial(x.out, x.lse.unsqueeze(3)) for x in (far, counted, exact))
+        return replaced(*parts).flatten(1, 2)[:, : query.shape[1]]
+
+    columns = window.key_index.shape[0] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
+    positions = (x.expand(len(query), -1) for x in bias[1:])
+    tensors = landmarks.key, keys.value, keys.bias, keys.landmark, keys.key_bias, mean, table, *positions
+    draws, rows = options.dropout_p > 0.0, slice_size(columns // 4, key.device)
+    out = sliced(some_heads, query, key, value, *tensors, size=rows, draws=draws)
+    if not options.num_probes:
+        return out
+
+    def bias_of_rows(probe: Tensor) -> Tensor:
+        return Bias(table, bias.query_position[:, probe], bias.key_position).of_pairs()[:, None]
+
+    return corrected(query, out, compute_probes(query, key, value, options, bias_of_rows))
+
+
+def _weights(key_bias: Tensor) -> Tensor:
+    """Weights of keys, relative to the largest one of the head."""
+    return (key_bias - key_bias.detach().amax(1, keepdim=True)).exp()
+
+
+def biased_coreset_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: CoresetOptions) -> Tensor:
+    """Compute the readable form, by dense matrices of one head after another, with the landmarks of the fast form."""
+    window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
+    with torch.no_grad():
+        q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+        k = k - k.mean(1, keepdim=True)
+        landmarks = choose_landmarks(q, k, options)
+        landmark = represent(k, v, landmarks).landmark
+    block = torch.arange(query.shape[1], device=query.device) // window.block_q
+    near = torch.zeros(len(window.key_index), key.shape[1], dtype=torch.bool, device=key.device)
+    near = near.scatter(1, window.key_index, True)[block]  # (Nq, Nk)
+    outs = []
+    for head, (q, k, v) in enumerate(zip(query.double(), key.double(), value.double(), strict=True)):
+        k = k - k.mean(0)
+        own = Bias(*(x[head % len(x), None] for x in bias))._replace(table=bias.table[head, None].double())
+        c, tilt = landmarks_naive(q, k, landmarks.choice[head], options)
+        exact, of_landmarks = scores_naive(q, k, c[landmark[head]], tilt, options)
+        exact = exact + own.of_pairs()[0]
+        x = k - c[landmark[head]]
+        key_bias = (x * (tilt + options.root**2 * c[landmark[head]])).sum(1)
+        mean, size = _mean_bias(_weights(key_bias[None]), landmark[head, None], options.num_samples, own, window.reach)
+        of_landmarks = of_landmarks + mean[0][window.middle[block] // size][:, landmark[head]]
+        scores = torch.where(near, exact, of_landmarks)
+        is_rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= torch.tensor(LEAST_SHARE).log()
+        only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ v
+        out = torch.where(is_rounding[:, None], only_near, scores.softmax(1) @ v)
+        outs.append(corrected_naive(q, out, exact, v, options))
+    return torch.stack(outs)

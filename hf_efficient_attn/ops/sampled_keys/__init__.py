@@ -1,0 +1,1 @@
+"""KDEformer, HyperAttention and Reformer: hashing, draws of keys, and the two forms."""

@@ -1,0 +1,94 @@
+"""Slices: a form is called for some heads or blocks at a time.
+
+On a CPU a slice is so small that its temporaries stay in the caches, and the next slice reuses their memory. On an
+accelerator it is as large as a limit of memory allows, so that there is usually one. The size of a slice changes
+rounding only. With a gradient each slice is computed again in the backward pass (`torch.utils.checkpoint`). So a
+training step holds the temporaries of one slice, besides the inputs, the results, and what the kernels keep.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results
+
+# The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
+CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
+# glibc returns large blocks of freed memory to the system, so that every call would pay for new pages. It raises its
+# limit for "large" to the largest block freed so far, up to 32 MiB. One block of nearly 32 MiB makes it keep the
+# temporaries of a slice: without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
+torch.empty(31 << 20, dtype=torch.uint8)
+
+
+def slice_size(numel: int, device: torch.device) -> int:
+    """Return how many heads or blocks to process at a time if the largest temporary of each has `numel` numbers."""
+    return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
+
+
+def sliced(
+    function: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    size: int,
+    dim: int = 0,
+    draws: bool = False,
+    recompute: bool = True,
+) -> Tensor:
+    """Call `function` with slices of the tensors and concatenate the results along `dim`.
+
+    Args:
+        function: takes the tensors and returns a tensor. It may close over other tensors, with a gradient too.
+        *tensors: of the same size along `dim`, at least 1; or None, which is passed on.
+        size: the size of a slice along `dim`, for example from `slice_size`.
+        dim: 0 for heads, 1 for blocks.
+        draws: whether the function draws from the global generator, so that the backward pass must draw the same.
+        recompute: False if autograd keeps no more of the function than its arguments and results take.
+
+    Returns:
+        The same result as one call with the whole tensors.
+    """
+    if exporting_to_onnx():  # the same graph for every length and batch
+        return function(*tensors)
+    given = [x for x in tensors if x is not None]
+    total = given[0].shape[dim]
+    if size >= total:
+        # On a CPU slices are small, and so is what autograd keeps of a whole call.
+        recompute = recompute and given[0].device.type != "cpu"
+        return _recomputed(function, tensors, draws) if recompute else function(*tensors)
+    # The gradient of `split` is one concatenation. The gradient of each slice would be a whole tensor of zeros.
+    splits = [[None] * -(-total // size) if x is None else x.split(size, dim) for x in tensors]
+    parts = zip(*splits, strict=True)
+    if torch.is_grad_enabled():
+        return torch.cat([_recomputed(function, p, draws) if recompute else function(*p) for p in parts], dim)
+    whole, start = None, 0
+    for part in parts:
+        out = function(*part)
+        if whole is None:
+            whole = out.new_empty(*out.shape[:dim], total, *out.shape[dim + 1 :])
+        whole.narrow(dim, start, out.shape[dim]).copy_(out)
+        start += out.shape[dim]
+    assert whole is not None
+    return whole
+
+
+def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], draws: bool) -> Tensor:
+    if not torch.is_grad_enabled():
+        return function(*tensors)
+    out: Tensor = checkpoint(
+        keeping_results(function), *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+    )
+    return out
+
+
+def with_zero_gradients(out: Tensor, *tensors: Tensor | None) -> Tensor:
+    """Return `out`. Each of the tensors then has a gradient, of zeros if `out` does not depend on it.
+
+    Parameters without a gradient stop DistributedDataParallel. With FSDP the processes wait for one another forever if
+    a parameter has a gradient in some of them only.
+    """
+    if exporting_to_onnx() or not torch.is_grad_enabled():
+        return out
+    # Sums of no numbers are 0 whatever the tensors contain.
+    zeros = [x.unsqueeze(-1)[..., :0].sum() for x in tensors if x is not None and x.requires_grad]
+    return out + sum(zeros) if zeros else out
