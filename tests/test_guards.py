@@ -17,7 +17,7 @@ DEVICE = re.compile(r"\bbackend\(|\bdevice\.type\b|\.is_cuda\b")
 NAME_ONLY = re.compile(r"autocast(_enabled)?\([^)\n]*\bdevice\.type\b|device_type=[\w.]*device\.type\b")
 # What makes numbers of the default dtype unless it gets one.
 MAKES_NUMBERS = {"zeros", "ones", "eye", "rand", "randn", "linspace", "logspace"}
-# wide.py replaces float64; crossover.py chooses lengths; call.py and projections.py switch autocast off for a device
+# crossover.py chooses lengths; call.py and projections.py switch autocast off for a device
 # that they name first.
 MAY_ASK = {"attend.py", "slices.py", "crossover.py", "call.py", "projections.py"}
 

@@ -19,7 +19,7 @@ from hf_efficient_attn.methods import (
     method_info,
     naive_attention,
 )
-from hf_efficient_attn.ops.wide import in_float64
+from hf_efficient_attn.ops.backends.devices import in_float64
 
 __all__ = [
     "AttentionError",

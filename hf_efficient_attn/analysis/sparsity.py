@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_efficient_attn.analysis.matrices import check_dense, operator_norm
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.wide import in_float64
+from hf_efficient_attn.ops.backends.devices import in_float64
 
 __all__ = ["OrderRatios", "head_to_tail", "order_statistics_ratio", "singular_values", "stable_rank"]
 

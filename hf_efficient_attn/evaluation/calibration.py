@@ -39,7 +39,7 @@ from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_ca
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.methods import MethodConfig, make_config, methods_with
-from hf_efficient_attn.ops.wide import widened
+from hf_efficient_attn.ops.backends.devices import widened
 
 logger = logging.getLogger(__name__)
 

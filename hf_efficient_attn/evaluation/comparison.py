@@ -19,7 +19,7 @@ from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.ops.wide import widened
+from hf_efficient_attn.ops.backends.devices import widened
 
 # task -> how the outputs of a method are compared with those of exact attention. For other tasks it is "top1".
 AGREEMENT = {"embedding": "cosine", "causal-lm": "perplexity_ratio"}

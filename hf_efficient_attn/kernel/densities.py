@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.kernel.products import check_product
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.wide import in_float64
+from hf_efficient_attn.ops.backends.devices import in_float64
 
 # Exponent of the cost of an estimate.
 _TAU = 0.5

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
+from hf_efficient_attn.ops.backends.devices import in_float64
 from hf_efficient_attn.ops.draws import uniform
-from hf_efficient_attn.ops.wide import in_float64
 
 _GROUPS = 3
 # Variance of the median of three group means, relative to that of the mean of all draws. It is 1.35 for groups that are

@@ -38,10 +38,10 @@ from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import in_float64
 from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import dense_softmax, exact_attention
 from hf_efficient_attn.ops.shards import head_slice
-from hf_efficient_attn.ops.wide import in_float64
 
 # The probability with which one column of the product may exceed the error.
 _DELTA = 0.01

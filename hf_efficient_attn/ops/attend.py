@@ -19,7 +19,6 @@ A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is s
 over many tokens in parts, which they add in float32, and scores before an exponential stay in float32.
 """
 
-import importlib.util
 import math
 from typing import Any, NamedTuple
 
@@ -27,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.backends.devices import product_dtype
+from hf_efficient_attn.ops.backends.devices import product_dtype, triton_applies
+from hf_efficient_attn.ops.index import inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
 # exp(x) = 2^(x LOG2_E): on the CPU exp2 takes a fraction of the time of exp.
@@ -40,9 +41,6 @@ _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
 _EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 # FlashAttention takes at most this many dimensions.
 _MAX_FLASH_DIM = 256
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The Triton kernels hold at most this many numbers of a query, key or value.
-_LARGEST_DIM = 256
 _Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
@@ -336,18 +334,51 @@ def _arranged(
     return query, key, value, bias
 
 
-def triton_applies(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels compute attention of these tensors.
+class GatheredKeys(NamedTuple):
+    """The indices of the keys of each of T blocks of queries.
 
-    On an H100 they are 2.5 times as fast as copies of the keys at 65,536 tokens.
-
-    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
-    of `torch.func`. They add gradients in any order.
+    Attributes:
+        key_index: int64 (BH, T, K).
+        bias: (BH, T, 1 or block_q, K), added to the scores.
+        block_q: the number of queries of a block.
+        query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
     """
-    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
-        return False
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if needs_grad and torch.are_deterministic_algorithms_enabled():
-        return False
-    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
-    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+
+    key_index: Tensor
+    bias: Tensor
+    block_q: int
+    query_order: Tensor | None = None
+
+
+def gathered_attention(
+    query: Tensor, key: Tensor, value: Tensor, gathered: GatheredKeys, *, scale: float, dropout_p: float = 0.0
+) -> Tensor:
+    """Compute attention of blocks of queries to keys that are gathered by index.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        gathered: the keys of each block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        (BH, Nq, Dv), in the order of the query positions.
+    """
+    index, bias, block_q, order = gathered
+    if bias.shape[2] == 1 and not dropout_p and triton_applies(query, key, value):
+        from hf_efficient_attn.ops.backends.triton_gather import gather_attend  # Triton is no dependency
+
+        return gather_attend(query, key, value, index, bias.squeeze(2).float(), order, block_q, scale)[0]
+
+    def some_heads(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
+        # (BH, T, block_q, Dv)
+        return attend(blocks, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
+
+    blocks = pad_to_blocks(query if order is None else take(query, order), block_q)  # (BH, T, block_q, D)
+    pairs = block_q if keeps_pairs(blocks, key[:, None], bias, scale, dropout_p) else 0
+    size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2], pairs), query.device)
+    # (BH, T * block_q, Dv)
+    out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
+    return out[:, : query.shape[1]] if order is None else take(out, inverse(order))

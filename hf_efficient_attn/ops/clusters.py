@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.index import flat_index, integers, valid_first
+from hf_efficient_attn.ops.index import constant, flat_index, integers, valid_first
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 

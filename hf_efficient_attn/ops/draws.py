@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.constants import constant
-from hf_efficient_attn.ops.index import integers
+from hf_efficient_attn.ops.backends.devices import from_float64
+from hf_efficient_attn.ops.index import constant, integers
 from hf_efficient_attn.ops.shards import HeadSeed, Seed, head_slice
-from hf_efficient_attn.ops.wide import from_float64
 
 _MASK = 0xFFFFFFFF
 _Bits = TypeVar("_Bits", int, Tensor)

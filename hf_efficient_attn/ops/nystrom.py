@@ -7,12 +7,11 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.backends.devices import product_dtype
+from hf_efficient_attn.ops.backends.devices import product_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
-from hf_efficient_attn.ops.wide import widened
 
 # `damped_solve` damps squared singular values below this share of |A|_1 |A|_inf. They are more noise than signal, and
 # six steps of the iteration damp all below a share of 1e-3 as well.

@@ -6,8 +6,8 @@ Both add a number below 1 to a large one. float64 holds the sum. Without it inte
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.backends.devices import widened
 from hf_efficient_attn.ops.index import integers
-from hf_efficient_attn.ops.wide import widened
 
 # The bits of an offset, in an index and in a point on a line.
 _BITS, _LINE_BITS = 20, 40

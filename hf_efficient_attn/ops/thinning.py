@@ -25,12 +25,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.backends.devices import from_float64, widened
 from hf_efficient_attn.ops.draws import draw_sizes, uniform_of_heads
-from hf_efficient_attn.ops.index import ceil_div, integers, take, valid_first
+from hf_efficient_attn.ops.index import ceil_div, constant, integers, take, valid_first
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.wide import from_float64, widened
 
 # Streams of random numbers: the draws begin at the first, and halving uses the second.
 _DRAWS, _HALVING = 5000, 60_000

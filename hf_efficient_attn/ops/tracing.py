@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.ops.wide import float64_device
+from hf_efficient_attn.ops.backends.devices import float64_device
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import in_float64
 from hf_efficient_attn.ops.clusters import RIDGE, regularized_solve, with_ones
 from hf_efficient_attn.ops.slices import slice_size, sliced
-from hf_efficient_attn.ops.wide import in_float64
 
 # WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
 RHO = 3.94582

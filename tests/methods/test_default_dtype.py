@@ -15,7 +15,7 @@ from attack_cases import PROMISES, attack
 from each import each_form
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.methods._shared import registry
-from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops import index
 from instances import FIRST, INSTANCES, VARIANTS, Instance, inputs
 
 
@@ -60,10 +60,10 @@ def results(instance: Instance, is_causal: bool) -> list[Tensor]:
 
 @each_form
 def test_no_tensor_has_the_default_dtype(instance, is_causal, monkeypatch):
-    monkeypatch.setattr(constants, "_results", OrderedDict())
+    monkeypatch.setattr(index, "_results", OrderedDict())
     expected = results(instance, is_causal)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
-        monkeypatch.setattr(constants, "_results", OrderedDict())
+        monkeypatch.setattr(index, "_results", OrderedDict())
         with default_dtype(dtype), Results(dtype) as recorded:
             found = results(instance, is_causal)
         assert all(torch.equal(ours, other) for ours, other in zip(found, expected, strict=True)), dtype

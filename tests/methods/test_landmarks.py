@@ -14,7 +14,7 @@ from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.nearfar import bidirectional, within_bound
-from hf_efficient_attn.ops.nearfar.near_keys import directions, find_near_keys, group_queries
+from hf_efficient_attn.ops.nearfar.landmarks import directions, find_near_keys, group_queries
 from hf_efficient_attn.ops.nearfar.within_bound import screening_error
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import inputs, numbers, relative_error

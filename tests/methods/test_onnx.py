@@ -9,7 +9,7 @@ from torch.export import Dim
 import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn.methods import methods_with, parameter_shapes
-from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops import index
 from instances import FIRST, HEADS, INSTANCES, inputs, padding_mask, parameters_of
 
 # ONNX has no Cholesky decomposition, and no sort of the tokens that the convolution needs.
@@ -46,7 +46,7 @@ def example(batch=2, length=40, seed=0):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Nothing is kept of earlier calls, as in a new process."""
-    monkeypatch.setattr(constants, "_results", OrderedDict())
+    monkeypatch.setattr(index, "_results", OrderedDict())
     parameter_shapes.cache_clear()
 
 

@@ -12,7 +12,7 @@ import hf_efficient_attn as hea
 import promises
 from each import each_first_form, each_form
 from hf_efficient_attn.methods import attention_with_state, parameters_of_slice
-from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops import index
 from hf_efficient_attn.ops.shards import HeadSlice
 from instances import FIRST, HEADS, INSTANCES, KV_HEADS, Instance, forms, inputs, padding_mask, parameters_of
 
@@ -181,7 +181,7 @@ def test_calls_of_several_threads(instance, is_causal):
     """Each call in each of four threads that begin at once."""
     calls = calls_of(instance, is_causal)
     expected = [call() for call in calls]
-    constants._results.clear()  # so that threads make them at the same time
+    index._results.clear()  # so that threads make them at the same time
     barrier = threading.Barrier(THREADS)
 
     def run(thread):

@@ -1,7 +1,7 @@
 """Devices without float64, such as Apple's MPS: no method makes a float64 tensor there, and outputs stay the same.
 
 Fake tensors on "mps" have no values and, on a machine without MPS, no gradients. So the methods also run on the CPU as
-on a device without float64 (`ops/wide.py`), with values and gradients.
+on a device without float64 (`ops/backends/devices.py`), with values and gradients.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import hf_efficient_attn as hea
 from each import FORMS
-from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops import index
 from hf_efficient_attn.ops.backends import devices
 from instances import FIRST, VARIANTS, Instance, inputs, relative_error
 
@@ -38,7 +38,10 @@ CALLS = ((None, 0), (MASK, None))
 
 
 class Float64(TorchDispatchMode):
-    """Records operators with float64 results on a device. What `ops/wide.py` computes on the CPU does not count."""
+    """Records operators with float64 results on a device.
+
+    What `ops/backends/devices.py` computes on the CPU does not count.
+    """
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class Float64(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
         found = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.dtype == torch.float64]
-        if any(x.device.type == self.device for x in found) and not any(_files_of_callers("wide.py")):
+        if any(x.device.type == self.device for x in found) and not any(_files_of_callers("devices.py")):
             self.operators.append(f"{operator} in {next(_files_of_callers('/hf_efficient_attn/'), 'a test')}")
         return result
 
@@ -151,10 +154,10 @@ def test_fake_tensors_of_other_functions():
 @pytest.fixture
 def without_float64(monkeypatch) -> Callable[[], None]:
     """A function that lets the CPU have no float64. Kept numbers of before are not used, and not kept afterwards."""
-    monkeypatch.setattr(constants, "_results", OrderedDict())
+    monkeypatch.setattr(index, "_results", OrderedDict())
 
     def begin() -> None:
-        monkeypatch.setattr(constants, "_results", OrderedDict())
+        monkeypatch.setattr(index, "_results", OrderedDict())
         monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))
 
     return begin

@@ -14,9 +14,9 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from each import attend_naive, close
 from hf_efficient_attn.ops import attend as attend_module
-from hf_efficient_attn.ops import gathered, slices
-from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.gathered import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops import slices
+from hf_efficient_attn.ops.attend import GatheredKeys, attend, gathered_attention
+from hf_efficient_attn.ops.backends import devices
 from hf_efficient_attn.ops.index import inverse
 from instances import inputs, numbers, padding_mask, relative_error
 from promises import Memory
@@ -307,7 +307,7 @@ def test_methods_by_triton_are_those_by_other_kernels(method, mask, monkeypatch)
         grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used
     results = []
     for applies in (False, True):
-        monkeypatch.setattr(gathered, "triton_applies", lambda *_, applies=applies: applies)
+        monkeypatch.setattr(attend_module, "triton_applies", lambda *_, applies=applies: applies)
         out = hea.attention(config, *rows, attention_mask=key_mask)
         results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
     for ours, expected in zip(*results, strict=True):
@@ -321,12 +321,12 @@ def test_what_the_kernels_do_not_compute(why, monkeypatch):
         dtype = torch.float64 if why == "float64" else torch.float32
         shape = (2, 45, 257 if why == "dimensions" else 20)
 
-    monkeypatch.setattr(attend_module, "_HAS_TRITON", True)
+    monkeypatch.setattr(devices, "_HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
-        assert not attend_module.triton_applies(OnGpu(), OnGpu())
+        assert not devices.triton_applies(OnGpu(), OnGpu())
     finally:
         torch.use_deterministic_algorithms(False)
     OnGpu.is_cuda, OnGpu.dtype, OnGpu.shape = True, torch.float32, (2, 45, 256)
-    assert attend_module.triton_applies(OnGpu(), OnGpu())
+    assert devices.triton_applies(OnGpu(), OnGpu())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from each import attend_naive, close
 from hf_efficient_attn import functional
-from hf_efficient_attn.ops import constants
+from hf_efficient_attn.ops import index as index_ops
 from hf_efficient_attn.ops.attend import Partial, merge
 from hf_efficient_attn.ops.draws import normal, uniform
 from hf_efficient_attn.ops.features import sums
@@ -312,13 +312,13 @@ def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dt
 def test_constants_are_kept_up_to_a_size(monkeypatch):
     calls = []
 
-    @constants.constant
+    @index_ops.constant
     def ones(count, device):
         calls.append(count)
         return torch.ones(count, device=device)
 
-    monkeypatch.setattr(constants, "_results", OrderedDict())
-    monkeypatch.setattr(constants, "_KEPT_BYTES", 4 * 100)
+    monkeypatch.setattr(index_ops, "_results", OrderedDict())
+    monkeypatch.setattr(index_ops, "_KEPT_BYTES", 4 * 100)
     for count in (40, 50, 40, 60, 40, 60, 50, 200):  # 60 in place of 50, the oldest; 200 is too large to be kept
         assert ones(count, CPU).tolist() == [1.0] * count
     assert calls == [40, 50, 60, 50, 200]

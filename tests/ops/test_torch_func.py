@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 
 import hf_efficient_attn as hea
 from each import close, each_first_form, each_form, refuses
-from hf_efficient_attn.ops import constants, index
+from hf_efficient_attn.ops import index
 from hf_efficient_attn.ops.draws import normal
 from instances import inputs, padding_mask
 from tiny_models import METHODS, tiny_batch, tiny_model
@@ -117,7 +117,7 @@ def test_nothing_is_kept_that_a_transform_has_wrapped():
     x = torch.ones(3, dtype=torch.float64)
     inside = grad(lambda x: draws(x).sum())(x)
     torch.testing.assert_close(inside, draws(x) - torch.arange(3))
-    assert all(constants._has_memory(kept) for kept in constants._results.values())
+    assert all(index._has_memory(kept) for kept in index._results.values())
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from hf_efficient_attn.ops import wide
 from hf_efficient_attn.ops.backends import devices
-from hf_efficient_attn.ops.backends.devices import wide_dtype
+from hf_efficient_attn.ops.backends.devices import from_float64, in_float64, wide_dtype
 from hf_efficient_attn.ops.strata import strata, systematic_sample
-from hf_efficient_attn.ops.wide import from_float64, in_float64
 from instances import numbers
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")
@@ -20,7 +18,10 @@ def without_float64(monkeypatch):
 
 def test_devices_without_float64():
     assert (wide_dtype(CPU), wide_dtype(MPS)) == (torch.float64, torch.float32)
-    assert (wide.float64_device(MPS), wide.float64_device(torch.device("cuda", 1))) == (CPU, torch.device("cuda", 1))
+    assert (devices.float64_device(MPS), devices.float64_device(torch.device("cuda", 1))) == (
+        CPU,
+        torch.device("cuda", 1),
+    )
 
 
 def test_numbers_are_rounded_towards_0(without_float64):

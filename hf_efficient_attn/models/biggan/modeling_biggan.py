@@ -35,8 +35,8 @@ from hf_efficient_attn.models.biggan.layers import (
     rows_to_fill,
     truncated_noise,
 )
+from hf_efficient_attn.ops.backends.devices import float64_device
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
-from hf_efficient_attn.ops.wide import float64_device
 
 
 @replaced_in_graphs(nothing)  # reading the values would break a graph, where the embedding's own check remains

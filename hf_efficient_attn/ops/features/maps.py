@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import sum_dtype
-from hf_efficient_attn.ops.constants import constant
+from hf_efficient_attn.ops.backends.devices import from_float64, sum_dtype
 from hf_efficient_attn.ops.draws import normal
-from hf_efficient_attn.ops.index import ceil_div
+from hf_efficient_attn.ops.index import ceil_div, constant
 from hf_efficient_attn.ops.shards import Seed
-from hf_efficient_attn.ops.wide import from_float64
 
 # The learned features, and the names of their maps as learned parameters.
 LEARNED = ("hedgehog", "t2r", "exp")

@@ -35,11 +35,13 @@ from hf_efficient_attn.ops.nearfar.landmarks import (
     Landmarks,
     Represented,
     choose_landmarks,
+    directions,
+    find_near_keys,
+    group_queries,
     landmarks_naive,
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.nearfar.near_keys import directions, find_near_keys, group_queries
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the

@@ -25,20 +25,21 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend, merge
 from hf_efficient_attn.ops.clusters import even_positions, nearest
-from hf_efficient_attn.ops.constants import constant
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features.maps import EMPTY
 from hf_efficient_attn.ops.features.sums import FeatureState, others
-from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.index import ceil_div, constant, integers, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.bidirectional import LEAST_SHARE, near_attention, replaced
 from hf_efficient_attn.ops.nearfar.landmarks import (
     CoresetOptions,
+    Groups,
     choose_landmarks,
+    directions,
+    group_queries,
     landmarks_naive,
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.nearfar.near_keys import Groups, directions, group_queries
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 

@@ -41,14 +41,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend
-from hf_efficient_attn.ops.backends.devices import wide_dtype
+from hf_efficient_attn.ops.backends.devices import wide_dtype, widened
 from hf_efficient_attn.ops.clusters import RIDGE, cluster_sums, even_positions, nearest, regularized_solve, with_ones
 from hf_efficient_attn.ops.draws import uniform
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar.landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.strata import strata, stratified_ranks
-from hf_efficient_attn.ops.wide import widened
 
 _STREAM = 31
 # Squarings of a Gram matrix: the leading eigenvector is found as by 2**6 steps of the power method.

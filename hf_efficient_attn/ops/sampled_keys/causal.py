@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.backends.devices import in_float64
 from hf_efficient_attn.ops.draws import offsets, seed_value
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
@@ -37,7 +38,6 @@ from hf_efficient_attn.ops.sampled_keys.sampling import (
 )
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import stratified_ranks
-from hf_efficient_attn.ops.wide import in_float64
 
 # Streams of random numbers on level 0.
 _PROBES, _SAMPLES = 21, 22

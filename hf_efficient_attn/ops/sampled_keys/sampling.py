@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import wide_dtype
+from hf_efficient_attn.ops.backends.devices import in_float64, wide_dtype, widened
 from hf_efficient_attn.ops.draws import seed_value, uniform
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.strata import independent_sample, strata, systematic_sample
-from hf_efficient_attn.ops.wide import in_float64, widened
 
 # The operator norm of V is estimated from at least this many values.
 NORM_VALUES = 384
