@@ -123,18 +123,20 @@ def test_a_decoder_without_the_interface_stays_exact_and_causal(names, layers, t
     with torch.no_grad():
         states = model.encoder(inputs["pixel_values"]).last_hidden_state
     given = {"encoder_outputs": (states,), "decoder_input_ids": inputs["decoder_input_ids"]}
-    exact = output(model, given)
+    later = given | {"decoder_input_ids": given["decoder_input_ids"].clone()}
+    later["decoder_input_ids"][:, -1] = 7
+    exact, exact_later = output(model, given), output(model, later)
+    # RemBERT of Transformers 5.12 is not causal by itself.
+    assert "rembert" in names or torch.equal(exact[:, :-1], exact_later[:, :-1])
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         hea.convert(model, "nearfar", layers=layers)
     assert any("ForCausalLM does not compute its attention" in str(x.message) for x in warned) == (layers is None)
     model.save_pretrained(tmp_path)
-    later = given | {"decoder_input_ids": given["decoder_input_ids"].clone()}
-    later["decoder_input_ids"][:, -1] = 7
     for one in (model, type(model).from_pretrained(tmp_path)):
         assert (one.config._attn_implementation, one.config.decoder._attn_implementation) == ("nearfar", "eager")
         assert torch.equal(output(one, given), exact)
-        assert torch.equal(output(one, later)[:, :-1], exact[:, :-1])
+        assert torch.equal(output(one, later), exact_later)
 
 
 @pytest.mark.filterwarnings("ignore:TrOCRForCausalLM .*exact")
