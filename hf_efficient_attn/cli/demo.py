@@ -10,7 +10,7 @@ from hf_efficient_attn.cli import common
 from hf_efficient_attn.cli.benchmark import Report
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
-# Less than half a minute on two idle cores.
+# About half a minute on two idle cores.
 _LENGTHS = (512, 8192)
 _PURPOSE = (
     "What long attention is for: inputs that cannot be split, such as large pictures, the prompts of language models, "

@@ -46,8 +46,7 @@ def switch(
     This is one transaction: if anything fails, for example because a model cannot run what its configs ask for, all
     models and configs are restored. `roots` are outermost Transformers models, and `change_configs` changes their
     configs; by default they stay as they are. `holder` is the module that holds them, if there is one, such as a PEFT
-    model. `is_complete` is False for models that get more parts, which may have the
-    layers that `layers` names.
+    model. `is_complete` is False for models that get more parts, which may have the layers that `layers` names.
     """
     before = models.Snapshot(roots)
     names = {id(config): config._attn_implementation for root in roots for config in models.configs_of(root)}

@@ -1,4 +1,4 @@
-"""Indices at random offsets: in equal parts of a sequence, and in intervals of a line that stand for probabilities.
+"""Indices at random offsets: in equal parts of a sequence, and in intervals of a line, whose lengths are probabilities.
 
 Both add a number below 1 to a large one. float64 holds the sum. Without it integers do, in units of a power of 2.
 """

@@ -60,7 +60,7 @@ def nothing(*_: Any, **__: Any) -> None:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor is of PyTorch's own class and not nested, or stands for such a tensor in a graph."""
+    """Whether a tensor is of PyTorch's own class and not nested, or represents such a tensor in a graph."""
     if type(x) in (Tensor, torch.nn.Parameter):
         return not x.is_nested
     return is_compiling() and not is_traceable_wrapper_subclass(x)

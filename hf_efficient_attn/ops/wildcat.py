@@ -1,4 +1,4 @@
-"""WildCat: a coreset, a few weighted keys that stand for all keys.
+"""WildCat: a coreset, a few weighted keys that represent all keys.
 
 With Nystrom weights (`regularized_solve`), a coreset approximates the kernel exp(<x, y>) of all keys by its own keys.
 `hf_efficient_attn.methods.wildcat` explains the quantities (Schroeder, Mackey, ICML 2026).

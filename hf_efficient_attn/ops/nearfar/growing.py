@@ -95,7 +95,7 @@ def add_keys(
         new = new.masked_fill(~mask.unsqueeze(2), 0.0)
     points = torch.cat((coreset.key, key.to(dtype)), 1)  # (BH, m + N, D)
     clusters, weights = (torch.cat((old, new), 1) for old in (coreset.clusters, coreset.weights))
-    # The kernel exp(<x, y>) takes x = (points - center) * factor. A point that stands for no key becomes 0.
+    # The kernel exp(<x, y>) takes x = (points - center) * factor. A point without a key becomes 0.
     count = clusters[..., -1:]
     center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
     x, factor = (points - center).masked_fill(count <= 0, 0.0), _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
