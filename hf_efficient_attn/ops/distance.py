@@ -1,14 +1,12 @@
-"""A bias by distance, as of T5 or ALiBi, of some queries and keys."""
+"""A bias by distance, as of T5 or ALiBi: of some queries and keys, and its means over pairs of blocks."""
 
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import integers
-
-# The most parts of the sequence with a mean bias of their own.
-NUM_PARTS = 256
 
 
 class Bias(NamedTuple):
@@ -34,3 +32,20 @@ class Bias(NamedTuple):
         query, key = (x[:, rank.clamp(max=x.shape[1] - 1)] for x in self[1:])
         distance: Tensor = key.unsqueeze(1) - query.unsqueeze(2)
         return distance
+
+
+def pair_means(terms: Tensor, distance: Tensor, size: int) -> Tensor:
+    """Compute the means of a function of the distance over all pairs of two blocks of `size` positions.
+
+    Args:
+        terms: (BH, 2E + 1), the function at the distances -E to E.
+        distance: int64 (1 or BH, T, S), between the middles of the blocks, at most E - size.
+        size: positions of a block.
+
+    Returns:
+        (BH, T, S).
+    """
+    # Twice a mean of `size` neighbors. Its first entry is the mean of blocks at the distance size - 1 - E.
+    means = avg_pool1d(avg_pool1d(terms, size, 1), size, 1)
+    index = (distance + terms.shape[1] // 2 - size + 1).expand(len(terms), -1, -1)
+    return means.gather(1, index.flatten(1)).view_as(index)

@@ -1,4 +1,9 @@
-"""hf_efficient_attn.ops.scatterbrain."""
+"""ScatterBrain: a block of keys exactly, and features for all other blocks.
+
+`hf_efficient_attn.methods.scatterbrain` has the formulas. The near field of a block of queries is one block of keys, of
+positions or of a hash, and in the causal form the own block and the one before. With a bias by distance, the features
+of a block of keys have the mean of exp(bias) over all pairs of the block and a block of queries.
+"""
 
 import functools
 from collections.abc import Callable
@@ -8,12 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.exact import bias_between, bias_of, mask_bias
 from hf_efficient_attn.ops.features.maps import Features
 from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, count_of, others, query_state, update_state
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.nearfar.biased import pair_means
 from hf_efficient_attn.ops.sampled_keys.hashing import plan_lsh
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced

@@ -1,13 +1,24 @@
-"""hf_efficient_attn.ops.nearfar.biased."""
+"""nearfar with a bias by distance: a window exactly, and landmarks, whose bias is a mean, for all other keys.
+
+`hf_efficient_attn.ops.nearfar.bidirectional` explains landmarks. With a bias b(distance) the weight of a key is
+
+    exp(scale <q, k> + b)  ~  exp(scale <q, c> - g(c)) exp(g(k) - |x - y|^2 / 2) exp(B)
+
+where exp(B) is the mean of exp(b) over the keys of the landmark c, weighted as in the landmark, and over the queries of
+a part of the sequence. Keys that are near all these queries do not count in the mean, because a window holds them: each
+block of queries attends to the keys around it exactly, and what landmarks count for them is subtracted. There is a B
+for each landmark and each of at most `_PARTS` equal parts of the sequence, so the cost is linear in the sequence.
+The exact rows of some queries correct the output, as they do without a bias. On activations of MiniLM with a bias like
+T5's this lowers the error by a third.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
 
 from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
-from hf_efficient_attn.ops.distance import NUM_PARTS, Bias
+from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.exact import bias_between, bias_of
 from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.bidirectional import (
@@ -25,6 +36,9 @@ from hf_efficient_attn.ops.nearfar.landmarks import (
     scores_naive,
 )
 from hf_efficient_attn.ops.slices import slice_size, sliced
+
+# The most parts of the sequence with a mean bias of their own.
+_PARTS = 256
 
 
 class _Window(NamedTuple):
@@ -52,23 +66,6 @@ def _window(q_len: int, kv_len: int, size: int, device: torch.device) -> _Window
     return _Window(block_q, (first + block_q // 2).clamp(max=q_len - 1), index, before if size else -1)
 
 
-def pair_means(terms: Tensor, distance: Tensor, size: int) -> Tensor:
-    """Compute the means of a function of the distance over all pairs of two blocks of `size` positions.
-
-    Args:
-        terms: (BH, 2E + 1), the function at the distances -E to E.
-        distance: int64 (1 or BH, T, S), between the middles of the blocks, at most E - size.
-        size: positions of a block.
-
-    Returns:
-        (BH, T, S).
-    """
-    # Twice a mean of `size` neighbors. Its first entry is the mean of blocks at the distance size - 1 - E.
-    means = avg_pool1d(avg_pool1d(terms, size, 1), size, 1)
-    index = (distance + terms.shape[1] // 2 - size + 1).expand(len(terms), -1, -1)
-    return means.gather(1, index.flatten(1)).view_as(index)
-
-
 def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: int) -> tuple[Tensor, int]:
     """Compute the mean bias of each landmark for the queries of each part.
 
@@ -84,7 +81,7 @@ def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: i
     """
     # Parts have equal numbers of tokens, so that padding before a sequence and other sequences change nothing.
     length, kv_len = max(x.shape[1] for x in bias[1:]), weight.shape[1]
-    size = ceil_div(length, NUM_PARTS)
+    size = ceil_div(length, _PARTS)
     distance = bias.distances(size, ceil_div(length, size))  # (1 or BH, P, P)
     end = int(distance.abs().amax()) + size
     span = torch.arange(-end, end + 1, device=weight.device)
