@@ -158,7 +158,8 @@ def forward(
     config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Fast form; see `register_method`."""
-    (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
+    length, is_static = _decide(config, query, key, value, options)
+    num_heads = query.shape[1]
     if key.shape[2] <= length:
         return exactly(query, key, value, options)
     if options.is_causal:  # the number of later tokens must not matter
@@ -170,7 +171,8 @@ def forward(
             return forms.exact(query, key, value)
         if is_static:
             return forms.approximate(query, key, value, config.columns)
-        heads, batch = (query, key, value), len(query) // num_heads
+        heads = (query, key, value)
+        batch = len(query) // num_heads
         return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)
@@ -178,18 +180,22 @@ def forward(
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: dense matrices, with the decisions of `forward` about each sequence and head."""
-    (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
-    dense, forms = get_method(config.switches_to).naive, _forms(config, length, options)
+    length, is_static = _decide(config, query, key, value, options)
+    num_heads = query.shape[1]
+    dense = get_method(config.switches_to).naive
+    forms = _forms(config, length, options)
     if options.is_causal:
         count = key.shape[2] if key.shape[2] <= length else config.columns  # as many columns as keys are exact
         return dense(_with_budget(count), query, key, value, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads, counts = (query, key, value), [config.columns if key.shape[1] > length else 0] * len(query)
+        heads = (query, key, value)
+        counts = [config.columns if key.shape[1] > length else 0] * len(query)
         if key.shape[1] > length and not is_static:
             batch = len(query) // num_heads
             counts = attend_within_bound(heads, forms, batch, options.scale, options.seed)[1].tolist()
-        outs, given = [], options._replace(key_mask=None)
+        outs = []
+        given = options._replace(key_mask=None)
         for count, q, k, v in zip(counts, query[:, None, None], key[:, None, None], value[:, None, None], strict=True):
             outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, given))
         return torch.cat(outs, 1)[0]

@@ -94,7 +94,8 @@ class EvaConfig(MethodConfig):
 
         The causal form has two blocks of half a window, so an odd window counts as one key less there.
         """
-        block, chunks = max(1, self.window_size // 2), max(1, self.num_landmarks // 2)
+        block = max(1, self.window_size // 2)
+        chunks = max(1, self.num_landmarks // 2)
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
         causal = block * (1 + (1 << (chunks // block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
@@ -125,7 +126,8 @@ def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_:
 def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> ChunkOptions:
     """Make the options of the forms for queries (B, H, Nq, D)."""
     check_parameters(config, query, options)
-    (_, num_heads, _, head_dim), dtype = query.shape, accumulation_dtype(query.dtype)
+    _, num_heads, _, head_dim = query.shape
+    dtype = accumulation_dtype(query.dtype)
     query_map, key_map = (None if x is None else x.to(dtype) for x in map(options.parameters.get, _MAPS))
     drawn = None if config.proposal == "mean" else options.seed
     draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, query.device, drawn)

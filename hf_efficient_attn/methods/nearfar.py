@@ -76,7 +76,8 @@ class NearFarConfig(MethodConfig):
         `num_candidates` grow with the budget if they are smaller.
         """
         near = 5 * self.check_budget(columns) // 8
-        groups, candidates = max(self.num_groups, columns // 2), max(self.num_candidates, 8 * columns)
+        groups = max(self.num_groups, columns // 2)
+        candidates = max(self.num_candidates, 8 * columns)
         config = dataclasses.replace(self, block_size=near, num_samples=columns - near, num_groups=groups)
         return dataclasses.replace(config, num_candidates=candidates, near_share=0.0)
 
@@ -105,7 +106,8 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
-    scale, coreset = options.scale, _coreset_options(config, options)
+    scale = options.scale
+    coreset = _coreset_options(config, options)
     if options.is_causal:
         form = functools.partial(causal_coreset_naive, options=split_columns(config.exact_length, scale, options.seed))
         return by_heads(form, query, key, value, options, moves_valid_first=True)

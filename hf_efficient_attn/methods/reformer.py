@@ -74,7 +74,8 @@ def _plan(
     config: ReformerConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, NearField]:
     """Return the keys, which are the normalised queries with `shared_query_key`, and plan the rounds."""
-    sizes, seed = {"block_size": config.block_size, "rounds": config.num_hashes}, options.seed
+    sizes = {"block_size": config.block_size, "rounds": config.num_hashes}
+    seed = options.seed
     if not config.shared_query_key:
         return key, plan_rounds(query, key, key_mask, **sizes, seed=seed)
     if query.shape[1] != key.shape[1]:
@@ -89,7 +90,8 @@ def _plan(
 
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    shared, (scale, dropout_p) = config.shared_query_key, (options.scale, options.dropout_p)
+    shared = config.shared_query_key
+    scale, dropout_p = (options.scale, options.dropout_p)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         key, plan = _plan(config, query, key, key_mask, options)

@@ -65,7 +65,9 @@ class ThinformerConfig(MethodConfig):
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    count, scale, batch = config.num_samples, options.scale, len(query)
+    count = config.num_samples
+    scale = options.scale
+    batch = len(query)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         token, log_weight = thin(key, value, key_mask, count, scale=scale, seed=options.seed, batch=batch)
@@ -78,7 +80,8 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one head at a time without padding, with a dense matrix that has weight 0 for dropped keys."""
-    (batch, num_heads, _, _), (count, scale) = query.shape, (config.num_samples, options.scale)
+    batch, num_heads, _, _ = query.shape
+    count, scale = (config.num_samples, options.scale)
     out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
     for b in range(batch):
         valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
@@ -86,7 +89,8 @@ def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, o
             continue
         draws = draw_numbers(int(valid.sum()), count, num_heads, options.seed, query.device)
         for h in range(num_heads):
-            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
+            keys = key[b, h, valid].double()
+            values = value[b, h, valid].double()
             counts = thin_naive(keys, values, count, [draw[h] for draw in draws], scale=scale)
             out[b, h] = (scale * query[b, h].double() @ keys.mT + counts.log()).softmax(-1) @ values
     return out.to(value.dtype)

@@ -85,7 +85,9 @@ def _choose(
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    num_heads, scale, dropout_p = query.shape[1], options.scale, options.dropout_p
+    num_heads = query.shape[1]
+    scale = options.scale
+    dropout_p = options.dropout_p
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
@@ -98,10 +100,14 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form, with dense weights of all keys."""
-    num_heads, count, scale = query.shape[1], config.num_samples, options.scale
+    num_heads = query.shape[1]
+    count = config.num_samples
+    scale = options.scale
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = query.double(), key.double(), value.double()
+        query = query.double()
+        key = key.double()
+        value = value.double()
         if key.shape[1] <= count:
             return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
         key = key - key.mean(1, keepdim=True)

@@ -185,13 +185,16 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, bias, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads, inputs = (grad_out, grad_lse), (query, key, value, bias)
+        grads = (grad_out, grad_lse)
+        inputs = (query, key, value, bias)
         return *_backward(grads, inputs, (out, lse), ctx.scale, ctx.needs_input_grad[3]), None
 
 
 def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
     query, key, value, bias = inputs
-    on_cpu, shape, value_dim = query.device.type == "cpu", query.shape[:3], value.shape[3]
+    on_cpu = query.device.type == "cpu"
+    shape = query.shape[:3]
+    value_dim = value.shape[3]
     dtype = product_dtype(query)
     columns = None if on_cpu or bias is None else bias[:, :, 0]  # (BH, T, Nk); only the CPU's kernel takes a bias
     query, key, value = _widened(query.to(dtype), key.to(dtype), value.to(dtype), columns, 0, scale)
@@ -204,7 +207,8 @@ def _forward(inputs: _Inputs, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _EFFICIENT(query, key, value, None, True, 0.0, False, scale=scale)[:2]
         lse = lse[..., : query.shape[2]]  # its lse is padded
     out = out if out.shape[3] == value_dim else out[..., :value_dim]
-    out, lse = out.reshape(*shape, value_dim).to(inputs[2].dtype), lse.reshape(shape)
+    out = out.reshape(*shape, value_dim).to(inputs[2].dtype)
+    lse = lse.reshape(shape)
     if bias is None:
         return out, lse
     empty = bias.amax(-1) == -torch.inf  # (BH, T, 1 or Nq)
@@ -217,8 +221,10 @@ def _backward(
     grads: tuple[Tensor, Tensor | None], inputs: _Inputs, results: tuple[Tensor, Tensor], scale: float, with_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the gradients of query, key, value and bias (None unless `with_bias`)."""
-    (query, key, value, bias), (grad_out, grad_lse) = inputs, grads
-    (dim, value_dim), on_cpu = (query.shape[3], value.shape[3]), query.device.type == "cpu"
+    query, key, value, bias = inputs
+    grad_out, grad_lse = grads
+    dim, value_dim = (query.shape[3], value.shape[3])
+    on_cpu = query.device.type == "cpu"
     dtype = accumulation_dtype(query.dtype) if on_cpu else query.dtype
     columns = None if bias is None or (on_cpu and not with_bias) else bias[:, :, 0]
     further = 0 if grad_lse is None else 2

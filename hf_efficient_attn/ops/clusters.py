@@ -27,7 +27,8 @@ def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         valid: bool (B, C), which candidates exist.
     """
     count = min(key_mask.shape[1], limit)
-    num_valid, rank = key_mask.sum(1, keepdim=True), integers(count, key_mask.device)
+    num_valid = key_mask.sum(1, keepdim=True)
+    rank = integers(count, key_mask.device)
     spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
     return valid_first(key_mask).gather(1, spread), rank < num_valid
 
@@ -50,8 +51,10 @@ def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
     The index of a landmark replaces the last bits of its closeness, so that the maximum contains the index. On a CPU
     this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
     """
-    integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
-    bits, index = (1 << (count - 1).bit_length()) - 1, _integers(count, integer, points.device)
+    integer = torch.int64 if points.dtype == torch.float64 else torch.int32
+    count = landmarks.shape[1]
+    bits = (1 << (count - 1).bit_length()) - 1
+    index = _integers(count, integer, points.device)
     landmarks = landmarks.mT
     offset = landmarks.square().sum(1, keepdim=True)
 

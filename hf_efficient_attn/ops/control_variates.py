@@ -104,7 +104,8 @@ def summarize(
         (BH, C, D) and (BH, C, Dv) in the dtypes of keys and values; 0 for an empty chunk.
     """
     key, value = (x.to(mean_query.dtype) for x in tokens)
-    mean_key, root = chunk_means(key, valid), abs(scale) ** 0.5  # (BH, C, D)
+    mean_key = chunk_means(key, valid)  # (BH, C, D)
+    root = abs(scale) ** 0.5
     mu_query, mu_key = (x if w is None else x @ w.mT for x, w in zip((mean_query, mean_key), maps, strict=True))
     omega = ((-mu_query if scale < 0 else mu_query) + mu_key) * root  # (BH, C, D)
     omega = omega if noise is None else omega + noise
@@ -121,34 +122,45 @@ def summarize(
 def window_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOptions) -> Tensor:
     """Compute the bidirectional form: (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv) -> (BH, Nq, Dv)."""
     query = query.to(key.dtype)  # FLuRKA contracts keys to another dtype
-    (batch_heads, q_len, dim), kv_len, device = query.shape, key.shape[1], key.device
-    window, level = min(options.window_size, kv_len), 0
+    batch_heads, q_len, dim = query.shape
+    kv_len = key.shape[1]
+    device = key.device
+    window = min(options.window_size, kv_len)
+    level = 0
     num_windows = ceil_div(kv_len, window)
     # With more windows than landmarks a chunk is a group of 2**level windows, else one of `parts` parts of a window.
     while ceil_div(num_windows, 1 << level) > options.num_landmarks:
         level += 1
     parts = min(window, max(1, options.num_landmarks // num_windows))
     window_index = integers(num_windows, device)  # a block of queries sees its own window
-    block_q, slot, order = window, None, None
+    block_q = window
+    slot = None
+    order = None
     if q_len != kv_len:
         # Query i of m has position i n / m among n keys, and is in the block of that position's window.
-        index, block_q = integers(q_len, device), window * q_len // kv_len + 1
-        query_window, first = index * kv_len // q_len // window, (window_index * window * q_len + kv_len - 1) // kv_len
+        index = integers(q_len, device)
+        block_q = window * q_len // kv_len + 1
+        query_window = index * kv_len // q_len // window
+        first = (window_index * window * q_len + kv_len - 1) // kv_len
         slot = index - first[query_window] + query_window * block_q  # (Nq,)
         order = index.new_zeros(num_windows * block_q).scatter(0, slot, index)
     seen = [window_index[:, None] * window + integers(window, device) < kv_len]
     # It sees the chunks outside of its own group, and in its group at each level the other half of its group of
     # 2**(i + 1) windows.
-    key_chunks, query_chunks, siblings = [], [], []
+    key_chunks = []
+    query_chunks = []
+    siblings = []
     for size, in_parts in ((window << level, parts), *((window << i, 1) for i in range(level))):
-        index, most = integers(ceil_div(kv_len, size) * in_parts, device), ceil_div(size, in_parts)
+        index = integers(ceil_div(kv_len, size) * in_parts, device)
+        most = ceil_div(size, in_parts)
         start, stop = (
             (index // in_parts * size + (index % in_parts + i) * size // in_parts).clamp(max=kv_len) for i in (0, 1)
         )
         are_full = size % in_parts == kv_len % size == 0
         key_chunks.append(chunks_between(start, stop, most, kv_len, are_full))
         # Query i of m covers the positions from i n / m to (i + 1) n / m among n keys.
-        first, last = start * q_len // kv_len, (stop * q_len + kv_len - 1) // kv_len
+        first = start * q_len // kv_len
+        last = (stop * q_len + kv_len - 1) // kv_len
         query_part = chunks_between(first, last, ceil_div(most * q_len, kv_len) + 1, q_len, are_full=False)
         query_chunks.append(key_chunks[-1] if q_len == kv_len else query_part)
         if len(key_chunks) == 1:
@@ -213,8 +225,10 @@ def interval_attention(query: Tensor, key: Tensor, value: Tensor, options: Chunk
 
     The intervals of a level share their drawn numbers, because a query sees one interval per level.
     """
-    (batch_heads, length, _), device = key.shape, key.device
-    block, most = max(1, options.window_size // 2), max(1, options.num_landmarks // 2)
+    batch_heads, length, _ = key.shape
+    device = key.device
+    block = max(1, options.window_size // 2)
+    most = max(1, options.num_landmarks // 2)
     levels = interval_levels(length, block, most)
     attend_to = functools.partial(attend, scale=options.scale, dropout_p=options.dropout_p)
     # The keys of the block before and of its own block that a query sees: (block, 2 block).
@@ -285,11 +299,13 @@ def _interval_summaries(
     Returns:
         (BH, J, M, D), (BH, J, M, Dv) and (1, J, M), where M is `most` on all levels.
     """
-    (length, count, chunk, num_chunks), acc_dtype = level, accumulation_dtype(tokens[0].dtype)
+    length, count, chunk, num_chunks = level
+    acc_dtype = accumulation_dtype(tokens[0].dtype)
     parts = [x.unfold(1, length, 2 * length)[:, :count].mT for x in tokens]  # (BH, J, L, .)
     keys, values = parts[1:]
     if chunk > 1:
-        padding, valid = num_chunks * chunk - length, None
+        padding = num_chunks * chunk - length
+        valid = None
         if padding:
             parts = [pad(x, (0, 0, 0, padding)) for x in parts]
             position = integers(num_chunks * chunk, keys.device).view(num_chunks, chunk)
@@ -315,9 +331,12 @@ class NaiveChunk(NamedTuple):
 
 def window_chunks(position: Tensor, options: ChunkOptions) -> tuple[Tensor, list[NaiveChunk]]:
     """Return the near field, bool (N, N), and the chunks of the bidirectional form, for the positions (N,) of keys."""
-    num_keys, (window_size, num_landmarks) = len(position), options[:2]
-    window, num_windows = position // window_size, max(1, ceil_div(num_keys, window_size))
-    chunks, level = [], 0
+    num_keys = len(position)
+    window_size, num_landmarks = options[:2]
+    window = position // window_size
+    num_windows = max(1, ceil_div(num_keys, window_size))
+    chunks = []
+    level = 0
     while ceil_div(num_windows, 1 << level) > num_landmarks:
         size = window_size << level
         for index, start in enumerate(range(0, num_keys, size)):
@@ -326,7 +345,8 @@ def window_chunks(position: Tensor, options: ChunkOptions) -> tuple[Tensor, list
                 NaiveChunk(start, min(start + size, num_keys), window >> level == index ^ 1, level + 1, index)
             )
         level += 1
-    size, parts = window_size << level, max(1, min(window_size, num_landmarks // num_windows))
+    size = window_size << level
+    parts = max(1, min(window_size, num_landmarks // num_windows))
     for index in range(ceil_div(num_keys, size) * parts):
         group, part = divmod(index, parts)
         start, stop = (min(num_keys, group * size + p * size // parts) for p in (part, part + 1))
@@ -337,10 +357,13 @@ def window_chunks(position: Tensor, options: ChunkOptions) -> tuple[Tensor, list
 
 def interval_chunks(position: Tensor, options: ChunkOptions) -> tuple[Tensor, list[NaiveChunk]]:
     """Return the near field and the chunks of the causal form, as `window_chunks` does."""
-    block_size, num_keys, chunks = max(1, options.window_size // 2), len(position), []
+    block_size = max(1, options.window_size // 2)
+    num_keys = len(position)
+    chunks = []
     block = position // block_size
     for level in range(num_keys.bit_length()):
-        interval, completed = block_size << level, (block - 1).clamp(min=0) >> level
+        interval = block_size << level
+        completed = (block - 1).clamp(min=0) >> level
         size = ceil_div(interval, min(interval, max(1, options.num_landmarks // 2)))
         for number in range(0, num_keys // interval, 2):
             seen = (completed & 1 == 1) & (completed - 1 == number)
@@ -362,15 +385,21 @@ def summary_attention_naive(
 
     `cut` gives the near field and the chunks for the positions of all keys.
     """
-    (batch_heads, num_queries, _), num_keys, root = query.shape, key.shape[1], abs(options.scale) ** 0.5
+    batch_heads, num_queries, _ = query.shape
+    num_keys = key.shape[1]
+    root = abs(options.scale) ** 0.5
     query, key, value = (x.double() for x in (query, key, value))
     # The position of each query among the keys.
     position = torch.arange(num_queries, device=query.device) * num_keys // num_queries
     near, chunks = cut(torch.arange(num_keys, device=query.device), options)
-    seen, keys, values, bias = [near[position]], [key], [value], [query.new_zeros(num_keys)]
+    seen = [near[position]]
+    keys = [key]
+    values = [value]
+    bias = [query.new_zeros(num_keys)]
     for start, stop, seen_from, stream, number in chunks:
         queries = query[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
-        means, some = (queries.mean(1), key[:, start:stop].mean(1)), root * key[:, start:stop]
+        means = (queries.mean(1), key[:, start:stop].mean(1))
+        some = root * key[:, start:stop]
         *maps, noise = options.repeated(batch_heads, options.draw(stream, number + 1))
         mu = [x if w is None else torch.einsum("hde,he->hd", w.double(), x) for x, w in zip(means, maps, strict=True)]
         omega = root * (mu[0] * (1 if options.scale >= 0 else -1) + mu[1])

@@ -68,13 +68,15 @@ def block_attention(
     dropout_p: float,
 ) -> Tensor:
     """Compute attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
-    length, attend_to = query.shape[1], functools.partial(attend, scale=scale, dropout_p=dropout_p)
+    length = query.shape[1]
+    attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
         own = BlockPlan(*plan)
         query = query if own.query_order is None else take(query, own.query_order)
         if own.key_order is not None:
-            key, value = take(key, own.key_order), take(value, own.key_order)
+            key = take(key, own.key_order)
+            value = take(value, own.key_order)
         tokens = [pad_to_blocks(x, size) for x in (query, key, value)]  # (BH, T, size, .)
         if is_causal:
             out = _causal_blocks(tokens, features, attend_to, dropout_p)
@@ -98,7 +100,9 @@ def _bidirectional_blocks(
 ) -> Tensor:
     """Compute attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to all others' features."""
     query, key, value = tokens
-    (num_blocks, size), valid, bias = key.shape[1:3], None, None
+    num_blocks, size = key.shape[1:3]
+    valid = None
+    bias = None
     if plan.num_valid is not None or length % size:
         index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
         valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
@@ -176,8 +180,10 @@ def biased_block_attention(
 
 def block_bias(bias: Bias, size: int) -> Tensor:
     """Compute the log of the mean of exp(bias) over the pairs of two blocks: (BH, T, T); -inf for a block itself."""
-    table, distance = bias.table, bias.distances(size, ceil_div(bias.key_position.shape[1], size))  # (1 or BH, T, T)
-    end, largest = int(distance.abs().amax()) + size, table.detach().amax(1, keepdim=True)
+    table = bias.table  # (1 or BH, T, T)
+    distance = bias.distances(size, ceil_div(bias.key_position.shape[1], size))
+    end = int(distance.abs().amax()) + size
+    largest = table.detach().amax(1, keepdim=True)
     span = torch.arange(-end, end + 1, device=table.device)
     means = pair_means(bias_of((table - largest).exp(), span), distance, size)
     means = means.clamp(min=torch.finfo(means.dtype).tiny).log() + largest.unsqueeze(2)

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results
 
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
-CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
+CPU_NUMEL = 1 << 20
+ACCELERATOR_NUMEL = 1 << 28
 # glibc returns large blocks of freed memory to the system, so that every call would pay for new pages. It raises its
 # limit for "large" to the largest block freed so far, up to 32 MiB. One block of nearly 32 MiB makes it keep the
 # temporaries of a slice: without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
@@ -61,7 +62,8 @@ def sliced(
     parts = zip(*splits, strict=True)
     if torch.is_grad_enabled():
         return torch.cat([_recomputed(function, p, draws) if recompute else function(*p) for p in parts], dim)
-    whole, start = None, 0
+    whole = None
+    start = 0
     for part in parts:
         out = function(*part)
         if whole is None:

@@ -40,12 +40,14 @@ def by_heads(
     """
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
-    shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
+    shape = query.shape
+    query, key, value, mask = _flatten(query, key, value, options.key_mask)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
     if mask is None:
         return unflatten_heads(form(query, key, value).to(value.dtype), shape)
-    order, masked = valid_first(mask), ~mask[:, :, None]  # (BH, N), (BH, N, 1)
+    order = valid_first(mask)  # (BH, N), (BH, N, 1)
+    masked = ~mask[:, :, None]
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
     query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))
     out = take(form(query, key, value).to(value.dtype), inverse(order))
@@ -128,7 +130,8 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
-    scale, dropout_p = options.scale, options.dropout_p
+    scale = options.scale
+    dropout_p = options.dropout_p
     return biased_exact(query, key, value, None, options.key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
 
 

@@ -138,7 +138,8 @@ def register_method(
     A complete example is in the guide "A method in your own file".
     """
     _check(config_class, forward, naive, initial_parameters, recurrence)
-    name, facts = config_class.method, (f.name for f in dataclasses.fields(MethodInfo))
+    name = config_class.method
+    facts = (f.name for f in dataclasses.fields(MethodInfo))
     if name in _REGISTRY and not replace:
         raise UnsupportedAttentionError(
             f"a method named {name!r} is registered already: choose another name, or pass replace=True to replace it"
@@ -316,7 +317,8 @@ def parameters_of_slice(
         heads: the number of the first head, and the number of all query heads.
         num_heads: the number of query heads.
     """
-    own, one = dict(parameters), parameter_shapes(config)
+    own = dict(parameters)
+    one = parameter_shapes(config)
     for name, shape in parameter_shapes(config, num_heads=2).items():
         if name in own and shape and shape[0] == 2 * one[name][0]:  # one row for each head
             count = own[name].shape[0]

@@ -34,7 +34,8 @@ EMPTY = -1e30
 # query shares with the keys are smaller, the output is about the mean of the values and not 0 / 0.
 _LEAST = 1e-12
 # The smallest and the largest exponent of a feature "exp" of a key.
-_LEAST_LOG, _LARGEST_LOG = -27.0, 60.0
+_LEAST_LOG = -27.0
+_LARGEST_LOG = 60.0
 # The initial bias of "t2r". With 0 the length of a query would have no effect.
 _START_BIAS = 0.25
 _STREAM = 61

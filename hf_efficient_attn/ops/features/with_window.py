@@ -41,7 +41,8 @@ from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # Features are kept for the backward pass if a token has at most `_FEW_FEATURES`, which take little more memory than the
 # keys, or a call has at most `_KEPT_NUMEL` numbers. Otherwise they are computed again, in up to half as much more time.
-_FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
+_FEW_FEATURES = 128
+_KEPT_NUMEL = 1 << 22
 # A process has the features of this many tokens in memory at a time.
 _BLOCK = 1 << 14
 
@@ -80,7 +81,8 @@ class FeatureCall(NamedTuple):
 
     def log_weight_for(self, x: Tensor) -> Tensor:
         """Return the constant c of the heads of x (B, H, N, D): (H, 1)."""
-        num_heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
+        num_heads = x.shape[1]
+        dtype = accumulation_dtype(x.dtype)
         if not isinstance(self.log_weight, Tensor):
             return torch.full((num_heads, 1), self.log_weight, dtype=dtype, device=x.device)
         return self.log_weight.repeat_interleave(num_heads // self.log_weight.shape[0]).to(dtype).unsqueeze(1)
@@ -124,7 +126,8 @@ def feature_attention(
         return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
-        tokens, features = Tokens(query, key, value, key_mask), call.of_maps(*rest[:2])
+        tokens = Tokens(query, key, value, key_mask)
+        features = call.of_maps(*rest[:2])
         if call.is_causal:
             before = FeatureState(*rest[2:]) if rest[2:] else None  # type: ignore[arg-type]
             return causal(tokens, features, call.dropout_p, before).out.to(value.dtype)
@@ -132,7 +135,8 @@ def feature_attention(
 
     maps = (None if x is None else x.repeat(query.shape[0], 1, 1) for x in call.maps_for(query.shape[1]))
     before = (x.flatten(0, 1) for x in state or ())
-    draws, count = call.dropout_p > 0.0, call.num_features
+    draws = call.dropout_p > 0.0
+    count = call.num_features
     out = _over_heads(some_heads, *tokens, *maps, *before, num_features=count, draws=draws, is_causal=call.is_causal)
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
@@ -154,7 +158,8 @@ def _windowed(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall, state: State | None
 ) -> Tensor:
     """Compute `feature_attention` with a window."""
-    learned, first = [*call.maps_for(query.shape[1]), call.log_weight_for(query)], 0
+    learned = [*call.maps_for(query.shape[1]), call.log_weight_for(query)]
+    first = 0
     if isinstance(state, WindowState):  # prepend the tokens in the window of the first query; their outputs are dropped
         first = state.key.shape[2]
         key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
@@ -164,19 +169,24 @@ def _windowed(
 
     def some_heads(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
         query_map, key_map, log_weight, *sums = rest
-        length, scale, dropout_p = query.shape[1], call.scale, call.dropout_p
+        length = query.shape[1]
+        scale = call.scale
+        dropout_p = call.dropout_p
         left = call.window_size if exporting_to_onnx() else min(call.window_size, length - 1)
         right = 0 if call.is_causal else left
         near = window_partial(query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p)
         if not exporting_to_onnx() and length <= call.window_size + 1:
             return near.out
-        tokens, features = Tokens(query, key, value, mask), call.of_maps(query_map, key_map)
-        before, distance = FeatureState(*sums) if sums else None, call.window_size + 1
+        tokens = Tokens(query, key, value, mask)
+        features = call.of_maps(query_map, key_map)
+        before = FeatureState(*sums) if sums else None
+        distance = call.window_size + 1
         far = features_beyond(tokens, features, distance, call.is_causal, dropout_p, before)
         return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(value.dtype)
 
     def of_batch(mask: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        function, draws = functools.partial(some_heads, mask), call.dropout_p > 0.0
+        function = functools.partial(some_heads, mask)
+        draws = call.dropout_p > 0.0
         return _over_heads(function, *tensors, num_features=2 * call.num_features, draws=draws)
 
     tokens = query, key, value, *(() if state is None else state[:2])
@@ -193,15 +203,21 @@ def _windowed(
 
 def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall) -> State:
     """Return the state after more tokens, key (B, H, N, D), value (B, H, N, Dv) and mask (B, N) or None."""
-    (batch, num_heads, length, _), dtype, features = key.shape, accumulation_dtype(key.dtype), call.features(key)
-    key, value = key.to(dtype), value.to(dtype)
+    batch, num_heads, length, _ = key.shape
+    dtype = accumulation_dtype(key.dtype)
+    features = call.features(key)
+    key = key.to(dtype)
+    value = value.to(dtype)
     before = None if state is None else FeatureState(*state[:2])
     if not call.window_size:
         return update_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
     valid = torch.ones_like(key[..., 0]) if key_mask is None else key_mask[:, None].to(dtype)
-    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1  # (B, H, N)
+    valid = valid.expand(batch, num_heads, length)  # (B, H, N)
+    kept = call.window_size + 1
     if state is None:
-        key, value, valid = pad(key, (0, 0, kept, 0)), pad(value, (0, 0, kept, 0)), pad(valid, (kept, 0))
+        key = pad(key, (0, 0, kept, 0))
+        value = pad(value, (0, 0, kept, 0))
+        valid = pad(valid, (kept, 0))
     else:
         key, value, valid = (torch.cat(pair, 2) for pair in zip(state[2:], (key, value, valid), strict=True))
     # For each token that came in, one leaves the window of the next query.
@@ -231,7 +247,8 @@ def sharded_feature_attention(
     In the bidirectional form queries read the union of all states. In the causal form the union of the states of
     earlier processes is the initial state of the process's own tokens.
     """
-    state, groups = None, query.shape[1] // key.shape[1]
+    state = None
+    groups = query.shape[1] // key.shape[1]
     for start in range(0, key.shape[2], _BLOCK):
         some = slice(start, start + _BLOCK)
         own_mask = None if key_mask is None else key_mask[:, some]
@@ -247,17 +264,20 @@ def sharded_feature_attention(
 def _of_all(state: FeatureState, shards: Shards, is_causal: bool) -> FeatureState:
     """Return the state of the tokens of all processes, or of the processes before this one."""
     packed = gather(torch.cat((state.sums.flatten(2), state.log.unsqueeze(2)), 2), shards.group)
-    sums, log = packed[..., :-1].unflatten(3, state.sums.shape[2:]), packed[..., -1].detach()
+    sums = packed[..., :-1].unflatten(3, state.sums.shape[2:])
+    log = packed[..., -1].detach()
     if is_causal:
         # States are replaced and not left out, so that every process has a gradient to send.
         before = (torch.arange(shards.size, device=log.device) < shards.rank).view(-1, 1, 1)
-        sums, log = torch.where(before[..., None, None], sums, 0.0), torch.where(before, log, EMPTY)
+        sums = torch.where(before[..., None, None], sums, 0.0)
+        log = torch.where(before, log, EMPTY)
     return union(*(FeatureState(*x) for x in zip(sums, log, strict=True)))
 
 
 def feature_scores_naive(query: Tensor, key: Tensor, call: FeatureCall) -> Tensor:
     """Compute the logs of all weights, the readable form: float64 (B, H, Nq, Nk)."""
-    query, key = query.double(), key.double()
+    query = query.double()
+    key = key.double()
     logs = log_weights_naive(query, key, call.features(query))
     if not call.window_size:
         return logs

@@ -80,7 +80,8 @@ def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: i
         (BH, P, m), and the number of tokens of a part.
     """
     # Parts have equal numbers of tokens, so that padding before a sequence and other sequences change nothing.
-    length, kv_len = max(x.shape[1] for x in bias[1:]), weight.shape[1]
+    length = max(x.shape[1] for x in bias[1:])
+    kv_len = weight.shape[1]
     size = ceil_div(length, _PARTS)
     distance = bias.distances(size, ceil_div(length, size))  # (1 or BH, P, P)
     end = int(distance.abs().amax()) + size
@@ -131,7 +132,8 @@ def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
         exact = attend(
             blocks, near_key, near_value, bias_between(table, position, key_position[:, window.key_index]), **call
         )
-        landmark, key_bias = landmark[:, window.key_index], key_bias[:, window.key_index]  # (BH, T, w)
+        landmark = landmark[:, window.key_index]  # (BH, T, w)
+        key_bias = key_bias[:, window.key_index]
         key_bias = (key_bias + own.gather(2, landmark)).unsqueeze(2)
         near_centers = take(centers, landmark.flatten(1)).unflatten(1, landmark.shape[1:])
         counted = attend(blocks, near_centers, near_value, key_bias, **call)
@@ -141,7 +143,8 @@ def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     columns = window.key_index.shape[0] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
     positions = (x.expand(len(query), -1) for x in bias[1:])
     tensors = landmarks.key, keys.value, keys.bias, keys.landmark, keys.key_bias, mean, table, *positions
-    draws, rows = options.dropout_p > 0.0, slice_size(columns // 4, key.device)
+    draws = options.dropout_p > 0.0
+    rows = slice_size(columns // 4, key.device)
     out = sliced(some_heads, query, key, value, *tensors, size=rows, draws=draws)
     if not options.num_probes:
         return out

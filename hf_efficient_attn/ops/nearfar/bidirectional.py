@@ -49,7 +49,10 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 LEAST_SHARE = 1e-3
 # The ridge of the linear correction, its largest feature, and a small number that is added to the variance of a
 # feature. A probe counts less if it misses more than `MAX_MISSING` times the median.
-LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE, MAX_MISSING = 30.0, 4.0, 1e-12, 3.0
+LINEAR_RIDGE = 30.0
+MAX_FEATURE = 4.0
+LEAST_VARIANCE = 1e-12
+MAX_MISSING = 3.0
 # Slices may be larger by this factor than other slices, 32 MiB on a CPU: many small operations take longer than few
 # large ones.
 _LARGER_SLICES = 8
@@ -135,7 +138,8 @@ def compute_probes(
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
     position = middle_positions(query.shape[1], options.num_probes, key.device)
-    rows, bias = query.index_select(1, position), None if bias_of_rows is None else bias_of_rows(position)
+    rows = query.index_select(1, position)
+    bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
     variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
@@ -220,7 +224,8 @@ def near_attention(
     key, value, centers, landmark, key_bias = keys
     flat = near.flatten(1)
     own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
-    near_key, values = take(key, near), take(value, near)  # (BH, G, w, D), (BH, G, w, Dv)
+    near_key = take(key, near)  # (BH, G, w, D), (BH, G, w, Dv)
+    values = take(value, near)
     exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
     counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
     parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)
@@ -263,7 +268,8 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
 
 
 def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: CoresetOptions) -> Tensor:
-    (query, key, value), (choice, landmark, near) = tensors, chosen
+    query, key, value = tensors
+    choice, landmark, near = chosen
     key = key - key.mean(0)
     c, tilt = landmarks_naive(query, key, choice, options)
     exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)
@@ -281,7 +287,8 @@ def corrected_naive(query: Tensor, out: Tensor, scores: Tensor, value: Tensor, o
     probe = middle_positions(len(query), options.num_probes, query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))
-    basis, missing = features[probe], scores[probe].softmax(1) @ value - out[probe]
+    basis = features[probe]
+    missing = scores[probe].softmax(1) @ value - out[probe]
     ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
     solve = torch.linalg.inv(basis.T @ basis + ridge) @ basis.T
     result: Tensor = out + features @ solve @ (missing * _weight_of_probes(missing))

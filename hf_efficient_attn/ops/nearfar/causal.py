@@ -45,10 +45,14 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # The numbers of evenly spaced keys of the prefix that landmarks are made from, and of queries that groups are made
 # from.
-_CANDIDATES, _QUERIES = 2048, 512
+_CANDIDATES = 2048
+_QUERIES = 512
 # Near keys are found again when the position has grown by 1 / `_REFRESH`. A block has `_BLOCK_Q` queries of one group.
 # An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS` and at most `_GROUPS`.
-_REFRESH, _BLOCK_Q, _FEW_GROUPS, _GROUPS = 8, 16, 16, 128
+_REFRESH = 8
+_BLOCK_Q = 16
+_FEW_GROUPS = 16
+_GROUPS = 128
 
 
 class CausalCoresetOptions(NamedTuple):
@@ -91,7 +95,8 @@ def epochs(length: int, options: CausalCoresetOptions) -> Iterator[Epoch]:
     After `num_exact` positions the first three epochs are about 1/3, 2/3 and 2/3 times as long. The later ones double
     the position.
     """
-    start, size = options.num_exact, options.block_size
+    start = options.num_exact
+    size = options.block_size
     for step in itertools.chain((start // 3, 2 * start // 3, 2 * start // 3), itertools.repeat(0)):
         if start >= length:
             return
@@ -115,7 +120,8 @@ def causal_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options:
     Returns:
         (BH, N, Dv).
     """
-    scale, dropout_p = options.coreset.scale, options.coreset.dropout_p
+    scale = options.coreset.scale
+    dropout_p = options.coreset.dropout_p
     with torch.autocast(query.device.type, enabled=False):
         first = (x[:, : options.num_exact] for x in (query, key, value))
         outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
@@ -139,8 +145,11 @@ def _coreset_options(epoch: Epoch, options: CausalCoresetOptions) -> CoresetOpti
 
 def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions) -> Tensor:
     """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
-    start, size, length = epoch.start, options.block_size, epoch.end - epoch.start
-    chosen, prefix = _coreset_options(epoch, options), start - size
+    start = epoch.start
+    size = options.block_size
+    length = epoch.end - epoch.start
+    chosen = _coreset_options(epoch, options)
+    prefix = start - size
     call: dict[str, Any] = {"scale": chosen.scale, "dropout_p": chosen.dropout_p}
     num_blocks = ceil_div(length, size)
     key = key - key[:, :prefix].mean(1, keepdim=True)
@@ -172,7 +181,8 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
 
 def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Accumulate means of values (BH, T, m, Dv) and logs of weights (BH, T, m) over the segments up to each of T."""
-    (batch_heads, num_segments, m), dim = bias.shape, value.shape[3]
+    batch_heads, num_segments, m = bias.shape
+    dim = value.shape[3]
     if num_segments == 1:
         return value, bias
     # Sums of values and of weights, relative to powers of two without a gradient.
@@ -232,7 +242,8 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
     Returns:
         The blocks, and the group of each block, int64 (BH, T). Places without a query have the first one.
     """
-    (batch_heads, length), device = group.shape, group.device
+    batch_heads, length = group.shape
+    device = group.device
     count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)  # (BH, G)
     count.scatter_add_(1, group, torch.ones_like(group))
     ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)
@@ -263,21 +274,28 @@ def causal_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
 
 def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions) -> Tensor:
     """Compute the output (L, Dv) of the queries of an epoch from all tokens up to its end."""
-    (start, end, _), size, chosen = epoch, options.block_size, _coreset_options(epoch, options)
-    prefix, position = start - size, torch.arange(end, device=key.device)
+    start, end, _ = epoch
+    size = options.block_size
+    chosen = _coreset_options(epoch, options)
+    prefix = start - size
+    position = torch.arange(end, device=key.device)
     first_near = start + ((position[start:] - start) // size - 1) * size
-    is_far, is_later = position < first_near[:, None], position > position[start:, None]
+    is_far = position < first_near[:, None]
+    is_later = position > position[start:, None]
 
     with torch.no_grad():
         q, k = (x[None].to(accumulation_dtype(x.dtype)) for x in (query, key))
         k = k - k[:, :prefix].mean(1, keepdim=True)
         landmarks = choose_landmarks(q[:, :prefix], k[:, :prefix], chosen)
-        landmark, is_near = nearest(k, landmarks.key)[0], ~is_far
+        landmark = nearest(k, landmarks.key)[0]
+        is_near = ~is_far
         if chosen.block_size:
             blocks, near = _near_keys(q, k, epoch, prefix, chosen)
             is_near = is_near.scatter(1, near[0][blocks.slot[0] // _BLOCK_Q], True)
 
-    query, key, value = query.double(), key.double(), value.double()
+    query = query.double()
+    key = key.double()
+    value = value.double()
     key = key - key[:prefix].mean(0)
     c, tilt = landmarks_naive(query[:prefix], key[:prefix], landmarks.choice[0], chosen)
     exact, of_landmarks = scores_naive(query[start:], key, c[landmark], tilt, chosen)

@@ -60,7 +60,8 @@ class GrowingCoreset(NamedTuple):
 
 def empty_coreset(key: Tensor, value: Tensor, num_landmarks: int) -> GrowingCoreset:
     """Make a coreset without keys, for keys (..., N, D) and values (..., N, Dv)."""
-    dtype, shape = accumulation_dtype(key.dtype), (*key.shape[:-2], num_landmarks)
+    dtype = accumulation_dtype(key.dtype)
+    shape = (*key.shape[:-2], num_landmarks)
     sizes = (key.shape[-1], value.shape[-1] + 1, value.shape[-1] + 1)
     return GrowingCoreset(*(key.new_zeros(*shape, size, dtype=dtype) for size in sizes))
 
@@ -98,10 +99,13 @@ def add_keys(
     # The kernel exp(<x, y>) takes x = (points - center) * factor. A point without a key becomes 0.
     count = clusters[..., -1:]
     center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
-    x, factor = (points - center).masked_fill(count <= 0, 0.0), _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
+    x = (points - center).masked_fill(count <= 0, 0.0)
+    factor = _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
     longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
     factors = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
-    x, num_landmarks, exists = x * factors, coreset.key.shape[1], count[..., 0] > 0
+    x = x * factors
+    num_landmarks = coreset.key.shape[1]
+    exists = count[..., 0] > 0
     position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))
     pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
     start = take(x, position.gather(1, pivot))  # (BH, m, D)
@@ -129,7 +133,8 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
         scores = scores.masked_fill((clusters[..., -1] <= 0).unsqueeze(1), -torch.inf)
         row_max = safe_row_max(scores.detach().amax(2, keepdim=True))
         basis = (scores - row_max).exp()
-        positive, signed = basis @ clusters, basis @ weights  # (BH, Nq, m) @ (BH, m, Dv + 1)
+        positive = basis @ clusters  # (BH, Nq, m) @ (BH, m, Dv + 1)
+        signed = basis @ weights
     ratio = signed[..., -1:] / positive[..., -1:]  # (BH, Nq, 1)
     total = torch.where((ratio > _SAFE[0]) & (ratio < _SAFE[1]), signed, positive)
     empty = total[..., -1:] <= 0
@@ -150,7 +155,8 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
         number = members @ count
         landmark = torch.where(number > 0, members @ (count * x) / number.clamp(min=1.0), landmark)
     members = _members(x, landmark, selected)
-    number, cluster = members @ count, members @ clusters  # (BH, m, 1), (BH, m, Dv + 1)
+    number = members @ count  # (BH, m, 1), (BH, m, Dv + 1)
+    cluster = members @ clusters
     alive = (number > 0).to(x.dtype)  # (BH, m, 1)
     landmark = landmark * alive
     half = 0.5 * (landmark * landmark).sum(2, keepdim=True)

@@ -27,11 +27,15 @@ from hf_efficient_attn.ops.thinning import gumbel
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7 and .85, .6 has the least error.
 TEMPERATURE = 0.6
 # The share of the mean query in g, and the powers of exp(2 g) in the draw of a key and in the mean of its cluster.
-TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
+TILT = 0.3
+DRAW_POWER = 0.7
+POWER = 0.5
 # The number of queries in the mean query, and the smallest log weight of a key in the mean of its cluster.
-NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
+NUM_QUERIES = 512
+LEAST_LOG_WEIGHT = -60.0
 # In a draw: the least log weight relative to the largest one, and the least share of a point that is left over.
-_LEAST, _LEAST_LEFT = -1e4, 1e-12
+_LEAST = -1e4
+_LEAST_LEFT = 1e-12
 # `draw_apart` draws 64 points at first, then three times as many as all before.
 _GROWING = 64, 3, 2**31
 
@@ -110,8 +114,12 @@ def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Ten
     Returns:
         int64 (BH, m), indices of different points. The first ones are a choice of fewer.
     """
-    norm, log_weight = points.square().sum(2), (size * DRAW_POWER).clamp(min=_LEAST)  # (BH, C)
-    weight_left, closest, picked, sizes = log_weight, None, [], draw_sizes(count, *_GROWING)
+    norm = points.square().sum(2)  # (BH, C)
+    log_weight = (size * DRAW_POWER).clamp(min=_LEAST)
+    weight_left = log_weight
+    closest = None
+    picked = []
+    sizes = draw_sizes(count, *_GROWING)
     for i, number in enumerate(sizes):
         index = (weight_left + numbers[i]).topk(number, dim=1)[1]
         picked.append(index)
@@ -201,7 +209,8 @@ def represent(
 
 def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
     """Compute the landmarks (m, D) and the tilt (D,) of a head in the readable form, with its choice of clusters."""
-    root, m = options.root, options.num_samples
+    root = options.root
+    m = options.num_samples
     spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
     tilt = query[spread].mean(0) * (TILT * options.scale)
     candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]
@@ -225,7 +234,8 @@ def scores_naive(
 
 # Queries are compared along this many directions, along which keys vary most. The variance of keys along a direction is
 # at least this share of their whole variance.
-_GROUP_DIMS, _LEAST_VARIANCE = 10, 0.001
+_GROUP_DIMS = 10
+_LEAST_VARIANCE = 0.001
 
 
 class Groups(NamedTuple):
@@ -274,7 +284,8 @@ def _orthonormal(basis: Tensor) -> Tensor:
 @torch.no_grad()
 def group_queries(points: Tensor, num_groups: int) -> Groups:
     """Put queries in groups by their points (BH, Nq, F), which are queries times `directions`."""
-    length, device = points.shape[1], points.device
+    length = points.shape[1]
+    device = points.device
     levels = min(num_groups, length).bit_length() - 1
     count = ceil_div(length, 1 << levels) << levels
     copies = even_positions(length, count, device)  # with more places than tokens, tokens repeat
@@ -299,7 +310,8 @@ def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tens
 
 def _halves(points: Tensor, levels: int) -> Tensor:
     """Halve points (BH, N, D) along their first principal direction, and each half again: int64 (BH, N)."""
-    (batch_heads, length, _), points = points.shape, points.flatten(0, 1)
+    batch_heads, length, _ = points.shape
+    points = points.flatten(0, 1)
     order = integers(len(points), points.device).view(batch_heads, -1)
     for _ in range(levels):
         x = torch.embedding(points, order)  # (groups, members, F)

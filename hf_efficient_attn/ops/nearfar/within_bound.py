@@ -55,25 +55,38 @@ _SQUARINGS = 6
 # A denominator must be this share of the sum of the sizes of its terms.
 _LEAST_DENOMINATOR = 0.01
 # Sizes of the copy of a head, and steps of Lloyd's algorithm.
-NUM_KEYS, NUM_QUERIES, NUM_LANDMARKS, _NUM_STEPS = 256, 64, 32, 2
+NUM_KEYS = 256
+NUM_QUERIES = 64
+NUM_LANDMARKS = 32
+_NUM_STEPS = 2
 # The number of rows that bound the error. A bound between the limit and `_CLOSE` times the limit is computed again from
 # `_MORE_ROWS` times as many rows: with few rows it is up to five times the error if few rows have a large error.
-NUM_ROWS, _MORE_ROWS, _CLOSE = 64, 4, 3.0
+NUM_ROWS = 64
+_MORE_ROWS = 4
+_CLOSE = 3.0
 # The bound with c columns is about `_COPY_FACTOR` (error of the copy * landmarks of the copy / c)^_GROWTH. The spreads
 # are standard deviations of its logarithm: before the first attempt in a sequence, after it, and for an attempted head.
 # The first attempt tells most: relative to the copy, heads of MiniLM have a fourth of the error of random heads.
-_COPY_FACTOR, _GROWTH, _COPY_SPREAD, _NEXT_SPREAD, _SPREAD = 0.37, 0.7, 0.7, 0.55, 0.4
+_COPY_FACTOR = 0.37
+_GROWTH = 0.7
+_COPY_SPREAD = 0.7
+_NEXT_SPREAD = 0.55
+_SPREAD = 0.4
 # The share of the first attempts' news that also holds for the other heads of a sequence.
 _SHARED = 0.8
 # The cost of an approximation falls with the power `COST_POWER` of the length and grows with a power of the columns.
 # Without near keys it is `_FAR_COST` of the cost with the mean number of near keys. Up to `_NEAR_COST` is added for
 # near keys where more than a fifth of the largest error is expected.
-COST_POWER, _COLUMNS_POWER, _FAR_COST, _NEAR_COST = 1.2, 0.7, 0.65, 1.2
+COST_POWER = 1.2
+_COLUMNS_POWER = 0.7
+_FAR_COST = 0.65
+_NEAR_COST = 1.2
 # An approximation must cost at most this share of exact attention. Otherwise exact heads leave little to gain.
 _LARGEST_COST = 0.85
 # The share of exact attention that may be lost, and the cost of the first attempts in a sequence. The heads of
 # a sequence are alike, so if one attempt fails, all of them may fail.
-_LOSS, _FIRST_COST = 0.02, 0.65
+_LOSS = 0.02
+_FIRST_COST = 0.65
 # A head has at most this many columns, unless it begins with more.
 _MAX_COLUMNS = 1024
 
@@ -128,7 +141,8 @@ def sample_rows(
     """
     if query_mask is None:
         query_mask = torch.ones(batch_heads, q_len, dtype=torch.bool, device=device)
-    count, available = min(num_rows, q_len), query_mask.sum(1, keepdim=True)
+    count = min(num_rows, q_len)
+    available = query_mask.sum(1, keepdim=True)
     # An offset for each row in its stratum. With a common offset, rows at a regular distance could all meet, or all
     # miss, what is periodic in the input.
     offset = uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)  # (BH, p)
@@ -163,7 +177,8 @@ def row_error(
     if valid is not None:
         difference, exact = (x.masked_fill(~valid.unsqueeze(2), 0.0) for x in (difference, exact))
         count = valid.sum(1)
-    (error, error_share), (size, share) = _leading(difference), _leading(exact)
+    error, error_share = _leading(difference)
+    size, share = _leading(exact)
     estimate = torch.where(error == 0, 0.0, error / size)
     spread = torch.linalg.vector_norm(error_share - share, dim=1)  # (BH,)
     rows, all_rows = (
@@ -220,7 +235,8 @@ def screening_error(query: Tensor, key: Tensor, value: Tensor, *, scale: float) 
 def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute attention to the landmarks of centered keys: (BH, p, Dv)."""
     root = TEMPERATURE * abs(scale) ** 0.5
-    points, count = key * root, min(NUM_LANDMARKS, key.shape[1])  # (BH, n, D)
+    points = key * root  # (BH, n, D)
+    count = min(NUM_LANDMARKS, key.shape[1])
     log_weight = 0.5 * points.square().sum(2, keepdim=True)
     weight = (log_weight - log_weight.amax(1, keepdim=True)).clamp(min=LEAST_LOG_WEIGHT).exp()
     terms = torch.cat((points * weight, weight), 2)
@@ -239,7 +255,8 @@ def _landmark_attention(query: Tensor, key: Tensor, value: Tensor, scale: float)
     scores = scale / root * query @ centers.mT if root else torch.zeros_like(query @ centers.mT)
     logits = widened(scores) - own.unsqueeze(1)  # (BH, p, m)
     basis = (logits - logits.amax(2, keepdim=True)).exp()
-    out, size = basis @ weights, basis @ weights[..., -1:].abs()  # (BH, p, Dv + 1), (BH, p, 1)
+    out = basis @ weights  # (BH, p, Dv + 1), (BH, p, 1)
+    size = basis @ weights[..., -1:].abs()
     positive = out[..., -1:] > _LEAST_DENOMINATOR * size
     ratio = out[..., :-1] / torch.where(positive, out[..., -1:], 1.0)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=torch.finfo(sums.dtype).tiny)
@@ -273,7 +290,8 @@ def worthwhile_length(crossover: int) -> int:
 
 def attempt_length(length: int) -> int:
     """Compute the number of keys up to which no head is attempted, whatever the data, from `Forms.length`."""
-    low, high = 1, 2 * length + 4 * NUM_ROWS
+    low = 1
+    high = 2 * length + 4 * NUM_ROWS
     while low < high:
         middle = (low + high) // 2
         cost = _LARGEST_COST * (length / middle) ** COST_POWER + NUM_ROWS / middle
@@ -296,7 +314,9 @@ def attend_within_bound(
     Returns:
         The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
     """
-    (batch_heads, q_len, _), num_keys, device = heads[0].shape, heads[1].shape[1], heads[0].device
+    batch_heads, q_len, _ = heads[0].shape
+    num_keys = heads[1].shape[1]
+    device = heads[0].device
     shape = (batch, batch_heads // batch)
     levels = [forms.columns]
     while 2 * levels[-1] <= min(_MAX_COLUMNS, num_keys // 2):
@@ -309,7 +329,8 @@ def attend_within_bound(
         error = widened(screening_error(*heads, scale=scale)).view(shape)
         log_bound = torch.log(_COPY_FACTOR * (error * NUM_LANDMARKS / forms.columns) ** _GROWTH)
     cost = cost * (1.0 + _NEAR_COST * (5.0 * log_bound.exp() / forms.max_error - 1.0).clamp(0.0, 1.0))
-    possible, spread = torch.ones_like(cost, dtype=torch.bool), torch.full_like(cost[0], _COPY_SPREAD)
+    possible = torch.ones_like(cost, dtype=torch.bool)
+    spread = torch.full_like(cost[0], _COPY_SPREAD)
     budget = torch.full((batch, 1), _LOSS * shape[1], dtype=growth.dtype, device=device)
     out = heads[2].new_empty(batch_heads, q_len, heads[2].shape[2])
     columns_of = torch.zeros(batch_heads, dtype=torch.int64, device=device)
@@ -317,13 +338,15 @@ def attend_within_bound(
         probability = torch.special.ndtr((math.log(forms.max_error) - log_bound + _GROWTH * growth.log()) / spread)
         gain, level = (probability - cost).masked_fill(~possible, -torch.inf).max(0)  # (B, H) each
         chance, price = (x.gather(0, level.unsqueeze(0))[0] for x in (probability, cost))  # (B, H) each
-        price, is_first = price.masked_fill(gain <= 0, 0.0), spread == _COPY_SPREAD
+        price = price.masked_fill(gain <= 0, 0.0)
+        is_first = spread == _COPY_SPREAD
         order = gain.argsort(dim=1, descending=True, stable=True)  # (B, H)
         risk, first = (x.gather(1, order).cumsum(1) for x in ((1.0 - chance) * price, price * is_first))
         chosen = (gain > 0) & ((risk <= budget) & (first <= _FIRST_COST)).gather(1, order.argsort(1))
         if not bool(chosen.any()):
             break
-        guessed, tried = log_bound.clone(), chosen & is_first
+        guessed = log_bound.clone()
+        tried = chosen & is_first
         for number, count in enumerate(levels):
             some = (chosen & (level == number)).flatten().nonzero()[:, 0]
             if not len(some):
@@ -332,7 +355,8 @@ def attend_within_bound(
             part = forms.approximate(q, k, v, count)
             bound = _bound((q, k, v, part), forms, scale, seed)
             good = bound <= forms.max_error
-            out[some[good]], columns_of[some[good]] = part[good], count
+            out[some[good]] = part[good]
+            columns_of[some[good]] = count
             log_bound.view(-1)[some] = widened(bound).log() + _GROWTH * math.log(count / forms.columns)
             spread.view(-1)[some] = _SPREAD
         if bool(tried.any()):
@@ -354,7 +378,9 @@ def _bound(heads: tuple[Tensor, ...], forms: Forms, scale: float, seed: Seed, nu
 
     Uses more than `NUM_ROWS` rows where the bound is just too large.
     """
-    (query, key, value, approximate), q_len, device = heads, heads[0].shape[1], heads[0].device
+    query, key, value, approximate = heads
+    q_len = heads[0].shape[1]
+    device = heads[0].device
     # The output was fitted to the queries in the middle of equal strata.
     middle = torch.full((1, 1), 0.5, dtype=wide_dtype(device), device=device)
     probe = stratified_ranks(forms.num_probes, q_len, middle)

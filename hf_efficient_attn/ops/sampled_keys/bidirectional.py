@@ -38,11 +38,14 @@ NUM_ROWS = 32
 _PROBED_ROWS = 48
 # The blocks of a hash must leave less than the window, by this factor and this difference. So rounding, which differs
 # between batches, never decides between equal near fields, as for queries that are all 0.
-_CLEARLY, _LEAST = 0.99**0.5, 1e-3
+_CLEARLY = 0.99**0.5
+_LEAST = 1e-3
 # The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
 _TURN = 0.7548776662466927
 # Streams of random numbers.
-_PROBES, _SAMPLES, _ROWS = 11, 12, 31
+_PROBES = 11
+_SAMPLES = 12
+_ROWS = 31
 
 
 class ExactRows(NamedTuple):
@@ -74,7 +77,8 @@ def make_plan(
         options: options of both fields. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
-        num_samples, kind = options.num_samples, options.scores
+        num_samples = options.num_samples
+        kind = options.scores
         num_rows = max(_PROBED_ROWS, options.num_probes) if kind == "probe" else NUM_ROWS
         near, rows = plan_near_field(query, key, key_mask, options, num_rows)
         short = before = None
@@ -115,13 +119,16 @@ def plan_window(
         key_mask: bool (BH, Nk), True for valid keys, or None.
         block_q: number of queries of a block; block_k / 2 by default.
     """
-    (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
+    batch_heads, q_len, _ = query.shape
+    kv_len = key.shape[1]
+    device = query.device
     block_q = max(1, block_k // 2) if block_q is None else block_q
     first = torch.arange(ceil_div(q_len, block_q), device=device) * block_q - (block_k - block_q) // 2
     start = first.clamp_(0, kv_len - block_k).expand(batch_heads, -1)
     if key_mask is None:
         return NearField(None, None, start, block_q, block_k, kv_len, q_len)
-    order, num_keys = valid_first(key_mask), key_mask.sum(1, keepdim=True)
+    order = valid_first(key_mask)
+    num_keys = key_mask.sum(1, keepdim=True)
     start = start.clamp(max=num_keys - block_k).clamp_(min=0)
     query_order, num_queries = (order, num_keys) if q_len == kv_len else (None, q_len)
     return NearField(query_order, order, start, block_q, block_k, num_keys, num_queries)
@@ -154,7 +161,8 @@ def plan_near_field(
     positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
     weights = row_weights(query, key, positions, key_mask, options)
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
-    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)  # (BH, R, block_k) each
+    near_of_window = near_keys(window, ranks)  # (BH, R, block_k) each
+    near_of_lsh = near_keys(lsh, of_lsh)
     outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
     if valid is not None:
@@ -183,11 +191,13 @@ def _spread_queries(
     Also returns bool (BH, R), False for rows without a query, if there are fewer queries than rows; None if all exist.
     `shape` is (BH, Nq, D).
     """
-    count, num_queries = min(num_rows, shape[1]), window.num_queries
+    count = min(num_rows, shape[1])
+    num_queries = window.num_queries
     offset = uniform((1, count), seed, _ROWS, device)
     if isinstance(num_queries, int):
         return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
-    sampled, step = num_queries.clamp(1, count), integers(count, device)
+    sampled = num_queries.clamp(1, count)
+    step = integers(count, device)
     ranks = strata(step, offset, num_queries, sampled)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
 
@@ -223,7 +233,8 @@ def probe_norms(
     Returns:
         (BH, G, Nk), by position, and the group of each block, int64 (BH or 1, T).
     """
-    groups, batch_heads = options.groups, query.shape[0]
+    groups = options.groups
+    batch_heads = query.shape[0]
     group = query_groups(near, groups)
     if rows is None:
         offset = offsets(batch_heads // options.batch, options.seed, _PROBES, query.device).repeat(options.batch)
@@ -241,10 +252,12 @@ def probe_norms(
     member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]  # (BH, G, R)
     num_rows: Tensor | int = rows.weights.shape[1]
     if rows.valid is not None:
-        member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
+        member = member & rows.valid.unsqueeze(1)
+        num_rows = rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
-    member, factor = member.to(squares.dtype), near.num_queries * groups
+    member = member.to(squares.dtype)
+    factor = near.num_queries * groups
     # A quotient of integers would have float32.
     weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
     return torch.bmm(member * weight, squares), group  # (BH, G, R) @ (BH, R, Nk) -> (BH, G, Nk)
@@ -264,7 +277,8 @@ def sampling_scores(
     Returns:
         (BH, G, Nk), by sorted index, and the group of each block of queries, int64 (BH or 1, T), or None if G is 1.
     """
-    group, norms = None, None
+    group = None
+    norms = None
     if options.scores == "probe":
         groups = 1 if options.shared else min(options.groups, options.num_probes)
         norms, group = probe_norms(query, key, key_mask, near, rows, options._replace(groups=groups))
@@ -300,7 +314,8 @@ def near_far_attention(
     Returns:
         (BH, Nq, Dv).
     """
-    table, dropout_p = options.table, options.dropout_p
+    table = options.table
+    dropout_p = options.dropout_p
     near_index = near.start[:, :, None] + integers(near.block_k, query.device)  # (BH, T, block_k)
     far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)  # (BH, T, M)
     # An index lies in the near field if clamping it to the near field does not change it.
@@ -309,7 +324,8 @@ def near_far_attention(
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
         near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
-    index, bias = torch.cat((near_index, far_index), 2), torch.cat((near_bias, far_bias), 2)[:, :, None]
+    index = torch.cat((near_index, far_index), 2)
+    bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 

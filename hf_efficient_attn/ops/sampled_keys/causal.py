@@ -40,7 +40,8 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import stratified_ranks
 
 # Streams of random numbers on level 0.
-_PROBES, _SAMPLES = 21, 22
+_PROBES = 21
+_SAMPLES = 22
 
 
 class IntervalPlan(NamedTuple):
@@ -111,14 +112,17 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     Returns:
         (BH J, 1, L).
     """
-    norms, acc_dtype, length = None, accumulation_dtype(value.dtype), key.shape[2]
+    norms = None
+    acc_dtype = accumulation_dtype(value.dtype)
+    length = key.shape[2]
     if callable(options.scores):
         norms = _interval_norms(query.flatten(0, 1), key.flatten(0, 1), options).to(acc_dtype)
     elif options.scores == "probe":
         rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
         if key.dtype == torch.float16:  # has no fast product on CPUs
-            probes, key = probes.float(), key.float()
+            probes = probes.float()
+            key = key.float()
         weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)  # (BH J, p, L)
         norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)
     elif options.scores == "uniform":
@@ -129,7 +133,8 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
 @in_float64
 def _interval_norms(query: Tensor, key: Tensor, options: SamplingOptions) -> Tensor:
     """Compute squared column norms of intervals (BH J, L, D) by the function `options.scores`: (BH J, 1, L)."""
-    norms, pairs = options.scores, zip(query, key, strict=True)
+    norms = options.scores
+    pairs = zip(query, key, strict=True)
     assert callable(norms)
     logs = [norms(*split_scale_evenly(q, k, options.scale), seed_value(options.seed))[0] for q, k in pairs]
     return torch.stack(logs).unsqueeze(1).exp_()
@@ -156,12 +161,16 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
         value: (BH, N, Dv).
         options: how the keys are sampled and hashed.
     """
-    block_size, num_hashes = options.causal_block, options.num_hashes if options.near_field == "lsh" else 0
+    block_size = options.causal_block
+    num_hashes = options.num_hashes if options.near_field == "lsh" else 0
     if not options.num_samples and not num_hashes:
         return []
     with torch.no_grad():
-        batch_heads, acc_dtype, device = query.shape[0], accumulation_dtype(value.dtype), key.device
-        num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []
+        batch_heads = query.shape[0]
+        acc_dtype = accumulation_dtype(value.dtype)
+        device = key.device
+        num_samples = min(options.num_samples, max(1, options.num_samples // 2))
+        plans = []
         is_even = options.scores == "uniform" and not options.independent
         later = _later_queries(query, block_size) if num_hashes else query
         for level, (count, length) in enumerate(sampled_intervals(query.shape[1], block_size)):
@@ -181,7 +190,8 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
-                block_k, hashed = max(1, block_size // 2), (num_hashes, options.seed)
+                block_k = max(1, block_size // 2)
+                hashed = (num_hashes, options.seed)
                 sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
                 # The rank of the query's cell is its sorting key without the share of its position.
                 seeing = _seen_by(later, count, length)
@@ -213,20 +223,24 @@ def causal_near_far_attention(
     Returns:
         (BH, N, Dv).
     """
-    block_size, num_exact = options.causal_block, options.block_size + options.num_samples
+    block_size = options.causal_block
+    num_exact = options.block_size + options.num_samples
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
     exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
         near = _near_partial(query, key, value, block_size, call)
-        queries, parts = _later_queries(query, block_size), []
+        queries = _later_queries(query, block_size)
+        parts = []
         for i, plan in enumerate(plans):
             index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            count, length = index.shape[1], block_size << plan.level
+            count = index.shape[1]
+            length = block_size << plan.level
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
             if query_block is None:
                 index = index + (integers(count, key.device) * 2 * length)[:, None]
-                keys, values = take(key, index), take(value, index)  # (BH, J, M, .)
+                keys = take(key, index)  # (BH, J, M, .)
+                values = take(value, index)
                 part = attend(seeing, keys, values, log_weight.unsqueeze(2), **call)
             else:
                 own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
@@ -275,13 +289,17 @@ def _hashed_and_sampled(
         Partial with out (BH, J, L or less, Dv).
     """
     assert plan.key_order is not None and plan.query_block is not None
-    shape, length, block_k, device = queries.shape[:3], key.shape[2], plan.block_k, key.device
+    shape = queries.shape[:3]
+    length = key.shape[2]
+    block_k = plan.block_k
+    device = key.device
     queries, key, value, index, log_weight, key_order, query_block = (
         x.flatten(0, 1)
         for x in (queries, key, value, plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)
     )
     slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
-    num_blocks, q_len = block_of_slots.shape[1], queries.shape[1]
+    num_blocks = block_of_slots.shape[1]
+    q_len = queries.shape[1]
     # An unused slot gets the query at index `q_len`, which is padding.
     query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)
     query_of_slot.scatter_(1, slot, integers(q_len, device).expand_as(slot))
@@ -365,7 +383,8 @@ def dense_causal_log_weights(
         for plan in plans:
             if completed < 0 or not completed >> plan.level & 1:
                 continue
-            j, interval = (completed >> plan.level) // 2, block_size << plan.level
+            j = (completed >> plan.level) // 2
+            interval = block_size << plan.level
             first = 2 * j * interval
             for a in range(len(like)):
                 samples = zip(plan.sample_index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)

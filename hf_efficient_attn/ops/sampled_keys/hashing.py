@@ -63,16 +63,19 @@ def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None
     For tokens (BH, N, D) and r hyperplanes of a seed: (BH, N), float32 if that holds all ranks and positions, else
     float64. The sorting key of a token that the mask, bool (BH, N) or None, excludes is inf.
     """
-    length, device = x.shape[1], x.device
+    length = x.shape[1]
+    device = x.device
     levels = 2.0 ** (24 - num_hashes)  # of a position that float32 holds beside a rank
     dtype = torch.float32 if length <= levels else wide_dtype(device)
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.
     # The last hyperplane comes first, and all are negated, so that bit 1 has a negative sign: (r, D).
     planes = -hyperplanes(x.shape[2], num_hashes, seed, device).t().flip(0).to(x.dtype)
     sides = torch.bmm(planes.expand(len(x), -1, -1), x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
-    rank, count = integers(length, device)[None], torch.full((1, 1), length, device=device)
+    rank = integers(length, device)[None]
+    count = torch.full((1, 1), length, device=device)
     if mask is not None:
-        rank, count = mask.cumsum(1) - 1, mask.sum(1, keepdim=True).clamp(min=1)
+        rank = mask.cumsum(1) - 1
+        count = mask.sum(1, keepdim=True).clamp(min=1)
     share = rank.to(dtype) / count
     if dtype == torch.float32 and length > levels:  # so that no rounding moves a token to the next cell
         share = (share * levels).floor() / levels
@@ -106,7 +109,9 @@ def plan_lsh(
         seed: seed of the hyperplanes.
         block_q: number of queries of a block; `block_size` by default.
     """
-    q_len, kv_len, block_q = query.shape[1], key.shape[1], block_size if block_q is None else block_q
+    q_len = query.shape[1]
+    kv_len = key.shape[1]
+    block_q = block_size if block_q is None else block_q
     query_mask = key_mask if q_len == kv_len else None
     query_keys, query_order = hash_keys(query, num_hashes, seed, query_mask).sort(stable=True)
     keys, key_order = hash_keys(key, num_hashes, seed, key_mask).sort(stable=True)
@@ -129,7 +134,8 @@ def block_starts(
     first `num_queries` and `num_keys`, integers or int64 (BH, 1), are valid. Returns int64 (BH, T). A block of keys
     ends before `num_keys` if there are at least `block_k`.
     """
-    (batch_heads, q_len), device = query_keys.shape, keys.device
+    batch_heads, q_len = query_keys.shape
+    device = keys.device
     middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)  # (BH, T)
     of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))  # (BH, T)
     start = torch.searchsorted(keys, of_middle) - block_k // 2
@@ -140,7 +146,8 @@ _STREAM = 45
 # Its negative is so far below any score that its exponential is 0, but finite, because infinity times 0 is NaN.
 _EXCLUDED = 1e30
 # The sorting key of a token is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
-_BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
+_BUCKET = 1 << 32
+_LAST_BUCKET = 1 << 30
 
 
 def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
@@ -177,7 +184,8 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
     # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
     used = integers(len(directions), x.device) < half.unsqueeze(2)
     directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]  # (1 or BH, S, 2, h, D)
-    dtype, sizes = accumulation_dtype(x.dtype), directions.shape[1:4]
+    dtype = accumulation_dtype(x.dtype)
+    sizes = directions.shape[1:4]
     projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
     if num_keys is not None:  # subtract the mean from the products, because they are fewer numbers
         projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
@@ -221,8 +229,11 @@ def plan_rounds(
         rounds: number of hashes.
         seed: seed of the hashes.
     """
-    (batch_heads, q_len, head_dim), kv_len, device = query.shape, key.shape[1], key.device
-    block_k, same_length = 2 * block_size, q_len == kv_len
+    batch_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[1]
+    device = key.device
+    block_k = 2 * block_size
+    same_length = q_len == kv_len
     if key_mask is None and kv_len <= rounds * block_k:
         key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=device)
     query_mask = key_mask if same_length else None
@@ -235,7 +246,8 @@ def plan_rounds(
         query_share = (integers(q_len, device) << 31) // q_len
         share = (rank << 31) // num_keys.clamp(min=1).unsqueeze(2)
     keys, key_order = _sort(bucket_codes(key, directions, half, None if query is key else num_keys), share, key_mask)
-    queries, query_order = keys, key_order
+    queries = keys
+    query_order = key_order
     if query is not key:
         queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
     of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)  # (BH S, 1)
@@ -287,12 +299,14 @@ def rounds_attention(
         first = start.gather(2, query_rank // plan.block_q)
 
         def one_round(s: int) -> Partial:
-            own, own_keys = queries[:, s], keys[:, s]
+            own = queries[:, s]
+            own_keys = keys[:, s]
             # Round t contains a pair if the rank of the key is in the block of keys of the query.
             earlier = [(_at(key_rank[:, t], own_keys), _at(first[:, t], own)) for t in range(s)]
             bias = _round_bias(query.dtype, (own, own_keys), None if masked is None else masked[:, s], earlier, others)
             block = take(query, own), take(key, own_keys), take(value, own_keys)
-            part, rank = attend(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
+            part = attend(*block, bias, scale=scale, dropout_p=dropout_p)
+            rank = query_rank[:, s]
             return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
 
         # The first round has no bias, so it comes last, when the results of the others take memory.
@@ -328,7 +342,9 @@ def _round_bias(
     round the ranks of these keys, and the starts of the blocks of keys of these queries. `others` excludes the pairs of
     a token with itself.
     """
-    (queries, keys), acc_dtype, bias = pairs, accumulation_dtype(dtype), None
+    queries, keys = pairs
+    acc_dtype = accumulation_dtype(dtype)
+    bias = None
     block_k = keys.shape[2]
     for rank, first in earlier:
         # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
@@ -350,7 +366,8 @@ def _round_bias(
 def dense_pairs(plan: NearField) -> Tensor:
     """Mark the pairs of any round, in the readable form: bool (BH, Nq, Nk)."""
     assert plan.query_order is not None and plan.key_order is not None
-    (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
+    batch_heads, rounds, q_len = plan.query_order.shape
+    kv_len = plan.key_order.shape[2]
     pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
     for a in range(batch_heads):
         num_keys = plan.num_keys if isinstance(plan.num_keys, int) else int(plan.num_keys[a])

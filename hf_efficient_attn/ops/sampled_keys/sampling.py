@@ -95,7 +95,8 @@ def row_weights(
     The scores of bfloat16 inputs are computed in their dtype, since the rows only plan. A row without a valid key is 0.
     """
     if query.dtype == torch.float16:  # has no fast product on CPUs
-        query, key = query.float(), key.float()
+        query = query.float()
+        key = key.float()
     scores = torch.bmm(take(query, positions) * options.scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
     if options.table is not None:
         scores += bias_between(options.table, positions.unsqueeze(1), integers(key.shape[1], key.device)[None, None])[
@@ -141,7 +142,8 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
     distribution. On activations of BERT and DeiT the errors with it and with the power method are equal. The values lie
     at a regular distance among the valid values, so that padding does not change the estimate.
     """
-    kv_len, acc_dtype = value.shape[1], accumulation_dtype(value.dtype)
+    kv_len = value.shape[1]
+    acc_dtype = accumulation_dtype(value.dtype)
     if key_mask is None:
         step = max(1, kv_len // NORM_VALUES)
         sample = value[:, step // 2 :: step].to(acc_dtype)  # (BH, n, Dv)
@@ -193,7 +195,8 @@ def density_norms(
     Returns:
         (BH, 1, Nk), by position.
     """
-    norms, (block_q, is_same) = options.scores, (near.block_q, query.shape[1] == key.shape[1])
+    norms = options.scores
+    block_q, is_same = (near.block_q, query.shape[1] == key.shape[1])
     assert callable(norms)
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
     block_keys = near.start[:, :, None] + integers(near.block_k, key.device)  # (BH, T, block_k)
@@ -246,7 +249,9 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
         offset: float64 (BH, T) in (0, 1), the offset of each sample; or (BH, 1) without samples.
         dtype: dtype of the log-weights.
     """
-    device, num_keys, start = offset.device, near.num_keys, near.start.unsqueeze(2)
+    device = offset.device
+    num_keys = near.num_keys
+    start = near.start.unsqueeze(2)
     if not num_samples:
         return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
     rest = torch.as_tensor(num_keys, device=device).view(-1, 1, 1) - near.block_k
@@ -274,9 +279,11 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     Returns:
         float64 (..., N), since sums of many probabilities select the samples.
     """
-    acc_dtype, tiny = wide_dtype(scores.device), _TINY
+    acc_dtype = wide_dtype(scores.device)
+    tiny = _TINY
     if acc_dtype == torch.float32:
-        scores, tiny = scores / scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny), 1e-30
+        scores = scores / scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        tiny = 1e-30
     highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
     rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=acc_dtype)
     # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
