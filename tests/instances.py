@@ -448,4 +448,4 @@ def relative_error(approximate: Tensor, exact: Tensor) -> float:
 
 def unregister(name: str) -> None:
     """Remove a method that a test has registered."""
-    del registry._REGISTRY[name]
+    del registry.METHODS[name]

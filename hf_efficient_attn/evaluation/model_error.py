@@ -18,7 +18,8 @@ from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.exact import bias_between, mask_bias
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar.within_bound import RowError, Rows, row_error, sample_rows

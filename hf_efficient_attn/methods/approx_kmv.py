@@ -37,8 +37,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import in_float64
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
 from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import dense_softmax, exact_attention
 from hf_efficient_attn.ops.shards import head_slice

@@ -30,7 +30,7 @@ Departures from the paper, and the reasons:
   its tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.control_variates`.
+The computation is in `hf_efficient_attn.ops.control_variates.chunks`.
 """
 
 import functools
@@ -43,15 +43,11 @@ from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.control_variates import (
-    ChunkOptions,
-    interval_attention,
-    interval_chunks,
-    summary_attention_naive,
-    window_attention,
-    window_chunks,
-)
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.control_variates.bidirectional import chunked_attention
+from hf_efficient_attn.ops.control_variates.causal import chunked_causal_attention
+from hf_efficient_attn.ops.control_variates.chunks import ChunkOptions
+from hf_efficient_attn.ops.control_variates.naive import interval_chunks, summary_attention_naive, window_chunks
 from hf_efficient_attn.ops.draws import normal
 from hf_efficient_attn.ops.shards import Seed, head_slice
 
@@ -144,9 +140,9 @@ def forward(
     """
     chosen = _options(config, query, options)
     if options.is_causal:
-        form = functools.partial(interval_attention, options=chosen)
+        form = functools.partial(chunked_causal_attention, options=chosen)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
-    form = functools.partial(window_attention, options=chosen)
+    form = functools.partial(chunked_attention, options=chosen)
     return without_padding(form, query, key, value, options, 0, *query_mask)
 
 

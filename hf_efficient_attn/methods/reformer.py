@@ -29,7 +29,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, dense_pairs, plan_rounds, rounds_attention
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.attend import Partial, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, pad_to_blocks, take
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.backends.devices import product_dtype, widened
+from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import normal
 from hf_efficient_attn.ops.index import integers
 from hf_efficient_attn.ops.nystrom import segment_sizes

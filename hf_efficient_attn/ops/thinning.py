@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import from_float64, widened
+from hf_efficient_attn.ops.attend import LOG2_E
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, from_float64, widened
 from hf_efficient_attn.ops.draws import draw_sizes, uniform_of_heads
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, take, valid_first
 from hf_efficient_attn.ops.shards import Seed

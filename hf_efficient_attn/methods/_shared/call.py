@@ -16,6 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, check_names, no_tensor, refuse
 from hf_efficient_attn.methods._shared.graph import call_in_graph
 from hf_efficient_attn.methods._shared.registry import (
+    METHODS,
     get_method,
     make_config,
     methods_with,
@@ -132,6 +133,8 @@ def _with_hyperparameters(
     method_or_config: str | MethodConfig, arguments: Arguments, hyperparameters: Mapping[str, Any]
 ) -> tuple[MethodConfig, Arguments]:
     """Put hyperparameters into the config, and the learned parameters among them into the arguments."""
+    if isinstance(method_or_config, str) and not hyperparameters:
+        return METHODS[method_or_config].default, arguments
     config = make_config(method_or_config)
     if not hyperparameters:
         return config, arguments
@@ -225,7 +228,7 @@ def compute(
     if query.numel() == 0 or kv_len == 0:
         out = value.new_zeros(batch, num_heads, q_len, value.shape[3])
         return with_zero_gradients(out, query, key, value, *learned)  # (B, H, Nq, Dv)
-    method = get_method(config.method)
+    method = METHODS[config.method]
     # The number of keys before the first query.
     offset = kv_len - q_len if options.is_causal else 0
     if method.decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
 from hf_efficient_attn.ops.index import integers, inverse, take, valid_first

@@ -6,7 +6,6 @@ float32 (`wide_dtype`), also where a docstring says float64.
 """
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -15,26 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The Triton kernels hold at most this many numbers of a query, key or value.
-_LARGEST_DIM = 256
 
-
-def triton_applies(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels compute attention of these tensors.
-
-    On an H100 they are 2.5 times as fast as copies of the keys at 65,536 tokens.
-
-    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
-    of `torch.func`. They add gradients in any order.
-    """
-    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
-        return False
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if needs_grad and torch.are_deterministic_algorithms_enabled():
-        return False
-    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
-    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 _CPU_HAS_BFLOAT16 = bool(

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import from_float64, sum_dtype
+from hf_efficient_attn.ops.attend import LOG2_E
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, from_float64, sum_dtype
 from hf_efficient_attn.ops.draws import normal
 from hf_efficient_attn.ops.index import ceil_div, constant
 from hf_efficient_attn.ops.shards import Seed

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
 from hf_efficient_attn.ops.slices import slice_size, sliced

@@ -27,7 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, with_ones
 from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.nearfar.landmarks import (

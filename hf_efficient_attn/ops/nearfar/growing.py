@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, safe_row_max
+from hf_efficient_attn.ops.attend import Partial, safe_row_max
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import candidate_positions, regularized_solve
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.shards import Seed

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
-from hf_efficient_attn.ops.backends.devices import wide_dtype, widened
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype, widened
 from hf_efficient_attn.ops.clusters import RIDGE, cluster_sums, even_positions, nearest, regularized_solve, with_ones
 from hf_efficient_attn.ops.draws import uniform
 from hf_efficient_attn.ops.index import take

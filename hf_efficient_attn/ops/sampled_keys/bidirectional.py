@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import GatheredKeys, accumulation_dtype, gathered_attention
+from hf_efficient_attn.ops.attend import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import offsets, uniform
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, valid_first

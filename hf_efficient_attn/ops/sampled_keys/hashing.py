@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.backends.devices import wide_dtype
+from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype
 from hf_efficient_attn.ops.draws import normal
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first

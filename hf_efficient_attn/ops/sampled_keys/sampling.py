@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import in_float64, wide_dtype, widened
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, wide_dtype, widened
 from hf_efficient_attn.ops.draws import seed_value, uniform
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import integers, take
