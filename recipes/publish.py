@@ -13,6 +13,7 @@ deit-tiny-longformer, gpt2-books-nearfar and gpt2-books-kdeformer.
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,9 @@ def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.P
     if picture.is_file():
         shutil.copyfile(picture, target / f"{name}.png")
         text = text.replace("](benchmark.png)", f"]({name}.png)")
+    # The marks are those of recipes.results, which writes the same table.
+    marked = rf"<!-- table: card_{name.replace('-', '_')} -->\n\n\g<0>\n<!-- end -->\n"
+    text = re.sub(r"(?:^\|.*\n)+", marked, text, count=1, flags=re.M)
     (target / f"{name}.md").write_text(text, encoding="utf-8")
     return plan
 
