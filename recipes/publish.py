@@ -42,6 +42,12 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
+def marked(name: str, card: str) -> str:
+    """A card whose first table has the marks of `recipes.results`, which writes the same table."""
+    marks = rf"<!-- table: card_{name.replace('-', '_')} -->\n\n\g<0>\n<!-- end -->\n"
+    return re.sub(r"(?:^\|.*\n)+", marks, card, count=1, flags=re.M)
+
+
 def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
     """Convert, measure, check and copy the card; return the plan that `push --json` prints."""
     card, out = CARDS[name], work / name
@@ -59,10 +65,7 @@ def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.P
     if picture.is_file():
         shutil.copyfile(picture, target / f"{name}.png")
         text = text.replace("](benchmark.png)", f"]({name}.png)")
-    # The marks are those of recipes.results, which writes the same table.
-    marked = rf"<!-- table: card_{name.replace('-', '_')} -->\n\n\g<0>\n<!-- end -->\n"
-    text = re.sub(r"(?:^\|.*\n)+", marked, text, count=1, flags=re.M)
-    (target / f"{name}.md").write_text(text, encoding="utf-8")
+    (target / f"{name}.md").write_text(marked(name, text), encoding="utf-8")
     return plan
 
 

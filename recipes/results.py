@@ -119,7 +119,7 @@ def figure_of(records: Records, column: str) -> Any:
 
 
 def rows_of(spec: Spec, records: Records) -> Rows:
-    """The rows of a table in the order of the records, or by the column `order`, without those that have no value."""
+    """The rows of a table that have a value, in the order of the records or as `order` says."""
     groups: dict[str, Records] = {}
     for record in records:
         groups.setdefault(spec.label(record), []).append(record)
@@ -131,9 +131,18 @@ def rows_of(spec: Spec, records: Records) -> Rows:
     rows = {label: row for label, row in rows.items() if any(value not in (None, "") for value in row.values())}
     if not rows:
         raise ValueError("the commands measure none of the columns")
-    if spec.order is not None:
-        rows = dict(sorted(rows.items(), key=lambda item: (item[1][spec.order] is None, item[1][spec.order])))
-    return rows
+    return rows if spec.order is None else in_order(rows, spec.order)
+
+
+def in_order(rows: Rows, column: str) -> Rows:
+    """Sort the rows that share their first cell by a column, those without a value last."""
+    firsts = list(dict.fromkeys(label.partition(" | ")[0] for label in rows))
+
+    def place(label: str) -> tuple[int, bool, float]:
+        value = rows[label][column]
+        return firsts.index(label.partition(" | ")[0]), value is None, value or 0.0
+
+    return {label: rows[label] for label in sorted(rows, key=place)}
 
 
 def read_records(path: pathlib.Path) -> Records:

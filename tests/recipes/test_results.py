@@ -9,7 +9,7 @@ import pytest
 
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli
-from recipes import results
+from recipes import publish, results
 from recipes.results import Spec
 
 FIGURES = json.loads(results.FIGURES.read_text(encoding="utf-8"))
@@ -42,6 +42,13 @@ def test_the_file_has_the_tables_of_the_recipe():
             assert label.count(" | ") == len(SPECS[name].headers) - 1, (name, label)
 
 
+@pytest.mark.parametrize("name", publish.CARDS)
+def test_publishing_marks_the_table_of_a_card(name):
+    text = (results.ROOT / "model_cards" / f"{name}.md").read_text(encoding="utf-8")
+    written = re.sub(r"^<!-- table: .* -->\n\n|\n<!-- end -->\n", "", text, flags=re.M)
+    assert written != text == publish.marked(name, written)
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A repository with a page, a table that two commands measure, another that has failed, and one that has both."""
@@ -50,16 +57,16 @@ def checkout(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
     specs = {
         "speed": Spec(
-            "method: {method} | tokens: {length:,}",
+            "tokens: {length:,} | method: {method}",
             {"faster": "{ratio:.1f}x command=0", "causal": "{ratio:.2f} command=1|2"},
             ["one", "two"],
             prepare={"model": "train"},
             keep={"picture.png": "docs/picture.png"},
-            without=["sdpa | 2,048"],
+            without=["2,048 | sdpa"],
             order="faster",
         ),
         "broken": Spec("method: {method}", {"ratio": "{ratio}"}, ["fail"]),
-        "advice": Spec("use | expect", rows=["[it](docs/a.md#b) | {speed[linear | 2,048][faster]:.0f} times"]),
+        "advice": Spec("use | expect", rows=["[it](docs/a.md#b) | {speed[2,048 | linear][faster]:.0f} times"]),
     }
     ran, files = [], []
 
@@ -95,8 +102,8 @@ def test_tables_are_measured_one_by_one_and_a_failed_one_keeps_its_values(checko
     assert run("-o", output, "--only", "speed", "--data", folder, "--work", folder / "work") == 0
     entry = json.loads(output.read_text())["speed"]
     assert ran == ["train", "one", "two"] and files == [False] * 3
-    assert entry["rows"] == {"performer | 2,048": {"faster": 2.346, "causal": None},
-                             "linear | 2,048": {"faster": 4.0, "causal": 4.0}}  # fmt: skip
+    assert entry["rows"] == {"2,048 | performer": {"faster": 2.346, "causal": None},
+                             "2,048 | linear": {"faster": 4.0, "causal": 4.0}}  # fmt: skip
     assert entry["commands"] == ["one", "two"] and re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
     assert "torch" in entry["machine"] and (folder / "docs" / "picture.png").read_text() == "drawn"
     output.write_text(json.dumps({"speed": entry | {"machine": "N"}, "broken": old, "gone": old}))
@@ -114,13 +121,13 @@ def test_edited_tables_and_figures_are_noticed(checkout):
     assert run("--write", "-o", results.FIGURES) == 0
     page, readme = folder / "docs" / "guides" / "page.md", folder / "README.md"
     text, figures = page.read_text(), json.loads(results.FIGURES.read_text())
-    table = "| method | tokens | faster | causal |\n|---|---|---|---|\n| performer | 2,048 | 2.3x |  |\n"
-    assert f"```bash\ntrain\none\ntwo\n```\n\n{table}| linear | 2,048 | 4.0x | 4.00 |\n\n*Measured on " in text
+    table = "| tokens | method | faster | causal |\n|---|---|---|---|\n| 2,048 | performer | 2.3x |  |\n"
+    assert f"```bash\ntrain\none\ntwo\n```\n\n{table}| 2,048 | linear | 4.0x | 4.00 |\n\n*Measured on " in text
     assert "| [it](../a.md#b) | 4 times |" in text and "| [it](docs/a.md#b) | 4 times |" in readme.read_text()
     assert "old" not in readme.read_text() and results.pages(figures) == {readme: readme.read_text(), page: text}
     page.write_text(text.replace("2.3x", "2.4x"))
     assert results.pages(figures)[page] == text != page.read_text()
-    figures["speed"]["rows"]["linear | 2,048"]["faster"] = 5
+    figures["speed"]["rows"]["2,048 | linear"]["faster"] = 5
     changed = results.pages(figures)
     assert "| 5 times |" in changed[readme] != readme.read_text() and "5.0x" in changed[page]
     page.write_text("<!-- table: unknown -->\n<!-- end -->\n")
@@ -134,6 +141,8 @@ def test_figures_of_records():
     assert results.figure_of(records, "{m} a=1") is None and results.figure_of(records, "{m} a=1|2 ok=False") == 3
     assert results.figure_of(records, "{mean(ok):.0%}") == 0.5 and results.figure_of(records, "{a/n}") == 0.375
     assert results.figure_of([{"top one": 1 / 3, "how": "a b"}], "{top one:.2f} 'how=a b'") == 0.3333
+    rows = {"b | x": {"e": 2}, "a | y": {"e": 3}, "b | z": {"e": None}, "a | x": {"e": 1}, "b | y": {"e": 0}}
+    assert list(results.in_order(rows, "e")) == ["b | y", "b | x", "b | z", "a | x", "a | y"]
     with pytest.raises(ValueError, match="2 records match"):
         results.figure_of(records, "{n}")
     with pytest.raises(ValueError, match="none of the columns"):
