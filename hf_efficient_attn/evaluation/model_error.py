@@ -22,7 +22,7 @@ from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.exact import bias_between, mask_bias
 from hf_efficient_attn.ops.index import take
-from hf_efficient_attn.ops.nearfar.within_bound import RowError, Rows, row_error, sample_rows
+from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
 
 # Rows that are computed at a time.
 _ROWS = 128
@@ -112,7 +112,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     the same queries, keys and values. It is estimated from the exact output of `num_rows` queries, so that a call costs
     little more than a forward pass. The bound adds a margin for the queries that were not sampled: it holds for the
     mean over heads in at least 99 % of layers, and is typically 1.3 times the error with 128 rows, 1.4 times with 64.
-    `hf_efficient_attn.ops.nearfar.within_bound` defines both.
+    `hf_efficient_attn.ops.row_error` defines both.
 
     Unlike `hea.calibrate`, which measures what a method would cost in the exact model, this measures the model as it
     runs: the inputs of a layer contain the errors of earlier layers.

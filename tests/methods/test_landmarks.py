@@ -13,9 +13,10 @@ from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
+from hf_efficient_attn.ops.nearfar import attempts as schedule
 from hf_efficient_attn.ops.nearfar import bidirectional, within_bound
 from hf_efficient_attn.ops.nearfar.landmarks import directions, find_near_keys, group_queries
-from hf_efficient_attn.ops.nearfar.within_bound import screening_error
+from hf_efficient_attn.ops.nearfar.screening import screening_error
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import inputs, numbers, relative_error
 from promises import Memory
@@ -221,7 +222,7 @@ auto = hea.functional.auto_attention
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
     """The number of rows that bound the error is that of users."""
-    monkeypatch.setattr(within_bound, "NUM_ROWS", 64)
+    monkeypatch.setattr(schedule, "NUM_ROWS", 64)
 
 
 def _mixed(length=700):
@@ -266,7 +267,7 @@ def test_from_which_length_on_heads_are_attempted(monkeypatch, attempts):
     """From a given crossover, as from a measured one, but for the rows that bound the error."""
     monkeypatch.setattr(module, "crossover_length", lambda *size, **options: 900)
     for crossover, options in ((700, {"crossover": 700}), (900, {})):
-        last = within_bound.attempt_length(within_bound.worthwhile_length(crossover))
+        last = schedule.attempt_length(schedule.worthwhile_length(crossover))
         assert crossover < last < 1.15 * crossover
         for length in (last, last + 1):
             query, key, value = inputs(1, 2, length, 8)

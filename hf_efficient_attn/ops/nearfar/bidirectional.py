@@ -127,6 +127,11 @@ class Probes(NamedTuple):
     solve: Tensor
 
 
+def probe_positions(q_len: int, num_probes: int, device: torch.device) -> Tensor:
+    """Return the positions (P,) of the probes: the queries in the middle of equal parts of the sequence."""
+    return middle_positions(q_len, num_probes, device)
+
+
 def compute_probes(
     query: Tensor,
     key: Tensor,
@@ -138,7 +143,7 @@ def compute_probes(
 
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
-    position = middle_positions(query.shape[1], options.num_probes, key.device)
+    position = probe_positions(query.shape[1], options.num_probes, key.device)
     rows = query.index_select(1, position)
     bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
@@ -285,7 +290,7 @@ def corrected_naive(query: Tensor, out: Tensor, scores: Tensor, value: Tensor, o
     """Compute `corrected` in the readable form for a head, from the exact scores of all pairs (Nq, Nk): (Nq, Dv)."""
     if not options.num_probes:
         return out
-    probe = middle_positions(len(query), options.num_probes, query.device)
+    probe = probe_positions(len(query), options.num_probes, query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))
     basis = features[probe]

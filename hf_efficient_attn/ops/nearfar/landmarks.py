@@ -17,7 +17,15 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.backends.devices import widened
-from hf_efficient_attn.ops.clusters import cluster_sums, even_positions, identity, middle_positions, nearest
+from hf_efficient_attn.ops.clusters import (
+    cluster_means,
+    cluster_sums,
+    even_positions,
+    identity,
+    matrix_power,
+    middle_positions,
+    nearest,
+)
 from hf_efficient_attn.ops.draws import draw_sizes, seed_value
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
 from hf_efficient_attn.ops.shards import Seed
@@ -154,7 +162,8 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
         pivot = draw_apart(points, size[..., 0], numbers, count)
         cluster = nearest(points, take(points, pivot))
         for _ in range(1, options.num_refinements):
-            cluster = nearest(points, options.root * _means(cluster_sums(cluster, terms, count), take(key, pivot)))
+            means = cluster_means(cluster_sums(cluster, terms, count), take(key, pivot))
+            cluster = nearest(points, options.root * means)
         return torch.cat((pivot, cluster), 1)
 
     with torch.no_grad():
@@ -162,14 +171,8 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     pivot, cluster = choice.split((count, key.shape[1]), 1)
     landmarks = take(key, pivot)  # (BH, m, D)
     if options.num_refinements:
-        landmarks = _means(cluster_sums(cluster, terms, count), landmarks)
+        landmarks = cluster_means(cluster_sums(cluster, terms, count), landmarks)
     return Landmarks(landmarks, torch.add(tilt, landmarks, alpha=options.root**2), choice)
-
-
-def _means(sums: Tensor, first: Tensor) -> Tensor:
-    """Divide sums of weighted keys by sums of weights: the means of clusters, or `first` for an empty cluster."""
-    weight = sums[..., -1:]
-    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), first)
 
 
 class Represented(NamedTuple):
@@ -316,9 +319,8 @@ def _halves(points: Tensor, levels: int) -> Tensor:
     for _ in range(levels):
         x = torch.embedding(points, order)  # (groups, members, F)
         x = x - x.mean(1, keepdim=True)
-        power = torch.bmm(x.mT, x)  # (groups, F, F)
-        for _ in range(2):  # five steps of the power method, from the direction in which all points vary most
-            power = torch.bmm(power, power)
+        # Five steps of the power method, from the direction in which all points vary most.
+        power = matrix_power(torch.bmm(x.mT, x), 2, rescales=False)  # (groups, F, F)
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
         order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
     return order.view(batch_heads, length) % length
