@@ -72,8 +72,7 @@ def block_attention(
     length = query.shape[1]
     attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
-        own = BlockPlan(*plan)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, own: BlockPlan) -> Tensor:
         query = query if own.query_order is None else take(query, own.query_order)
         if own.key_order is not None:
             key = take(key, own.key_order)
@@ -88,7 +87,7 @@ def block_attention(
 
     num_features = count_of(features, Tokens(query, key, value, None))
     slices = slice_size(length * max(num_features, 2 * size), query.device)
-    return sliced(some_heads, query, key, value, *plan, size=slices, draws=dropout_p > 0.0)
+    return sliced(some_heads, query, key, value, plan, size=slices, draws=dropout_p > 0.0)
 
 
 def _bidirectional_blocks(
@@ -158,8 +157,7 @@ def biased_block_attention(
     """
     length = query.shape[1]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        own = Bias(*rest)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, own: Bias) -> Tensor:
         query, key, value, position = (pad_to_blocks(x, size) for x in (query, key, value, own.key_position[..., None]))
         valid = (integers(key.shape[1] * size, key.device) < length).view(1, -1, size)  # (1, T, S)
         of_pairs = bias_between(own.table, position[..., 0], position[..., 0]) + mask_bias(valid, key.dtype).unsqueeze(
@@ -173,10 +171,9 @@ def biased_block_attention(
         out = merge(near, query_state(query, FeatureState(far, log), features, dropout_p)).out
         return out.flatten(1, 2)[:, :length]
 
-    positions = (x.expand(len(query), -1) for x in bias[1:])
     rows = slice_size(length * max(4 * size, 2 * key.shape[2]), key.device)
-    table = bias.table.to(accumulation_dtype(key.dtype))
-    return sliced(some_heads, query, key, value, table, *positions, size=rows, draws=dropout_p > 0.0)
+    bias = bias.expanded(len(query), accumulation_dtype(key.dtype))
+    return sliced(some_heads, query, key, value, bias, size=rows, draws=dropout_p > 0.0)
 
 
 def block_bias(bias: Bias, size: int) -> Tensor:

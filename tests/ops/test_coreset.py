@@ -15,7 +15,7 @@ from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.ops import clusters, thinning
 from hf_efficient_attn.ops.clusters import candidate_positions, nearest
 from hf_efficient_attn.ops.draws import draw_sizes
-from hf_efficient_attn.ops.nearfar.causal import causal_coreset_attention, causal_coreset_naive, split_columns
+from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive, split_columns
 from hf_efficient_attn.ops.nearfar.landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
@@ -154,7 +154,9 @@ def tensors(length, seed=0):
 
 def causal(query, key, value, columns, scale=8**-0.5, **changes):
     options = split_columns(columns, scale)
-    return causal_coreset_attention(query, key, value, options._replace(coreset=options.coreset._replace(**changes)))
+    return causal_nearfar_attention(
+        query, key, value, options._replace(of_prefix=options.of_prefix._replace(**changes))
+    )
 
 
 def exact(*tensors, scale=None):
@@ -194,7 +196,7 @@ def test_near_keys_by_content_serve_heads_that_look_far_back():
 def test_tiny_far_weights_do_not_round_the_near_field_away(seed):
     """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
     given = [x * 3.0 ** numbers(4, 60, 1, seed=10 + i) for i, x in enumerate(tensors(60, seed))]
-    expected = causal_coreset_naive(*given, split_columns(4, 1.7))
+    expected = causal_nearfar_naive(*given, split_columns(4, 1.7))
     promises.assert_close(causal(*given, 4, scale=1.7), expected, 1e-9)
 
 

@@ -48,7 +48,7 @@ _LEAST_LEFT = 1e-12
 _GROWING = 64, 3, 2**31
 
 
-class CoresetOptions(NamedTuple):
+class NearFarOptions(NamedTuple):
     """Options for the choice of landmarks and near keys.
 
     Attributes:
@@ -141,7 +141,7 @@ def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Ten
     return torch.cat(picked, 1)
 
 
-def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Landmarks:
+def choose_landmarks(query: Tensor, key: Tensor, options: NearFarOptions) -> Landmarks:
     """Choose landmarks for queries (BH, Nq, D) and centered keys (BH, Nk, D): weighted means of clusters of candidates.
 
     The clusters have no gradient. The means have one.
@@ -210,7 +210,7 @@ def represent(
     return Represented(sums[..., :-1] / total, total.squeeze(2).log() + largest, own, bias)
 
 
-def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
+def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: NearFarOptions) -> tuple[Tensor, Tensor]:
     """Compute the landmarks (m, D) and the tilt (D,) of a head in the readable form, with its choice of clusters."""
     root = options.root
     m = options.num_samples
@@ -228,7 +228,7 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: Coreset
 
 
 def scores_naive(
-    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: CoresetOptions
+    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: NearFarOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute scores of queries (Nq, D) for keys (Nk, D), exactly and by the landmark of each key, `own` (Nk, D)."""
     of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)

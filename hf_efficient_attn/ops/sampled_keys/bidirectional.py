@@ -7,7 +7,7 @@ gradient. The readable form, `dense_log_weights`, uses the same plan.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,11 +150,12 @@ def plan_near_field(
     tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
     or 64 rows, changes little; 16 rows are too few for DeiT.
     """
-    kind, block_k, num_hashes, block_q = options[:4]
-    if kind == "lsh":
-        return plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, block_q), None
-    window = plan_window(query, key, block_k, key_mask, block_q)
-    if kind == "window":
+    block_k = options.block_size
+    num_hashes = options.num_hashes
+    if options.near_field == "lsh":
+        return plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, options.block_q), None
+    window = plan_window(query, key, block_k, key_mask, options.block_q)
+    if options.near_field == "window":
         return window, None
     lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, window.block_q)
     assert lsh.query_order is not None and lsh.key_order is not None
@@ -330,18 +331,20 @@ def near_far_attention(
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 
-    def some_heads(*tensors: Any) -> Tensor:
-        query, key, value, index, bias, order, table = tensors
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, table: Tensor | None) -> Tensor:
         if table is not None:
+            order = keys.query_order
             position = integers(query.shape[1], query.device)[None] if order is None else order  # (1 or BH, Nq)
             position = pad_to_blocks(position.unsqueeze(2), near.block_q).squeeze(3)  # (1 or BH, T, block_q)
-            bias = bias + bias_between(table, position, index)  # (BH, T, block_q, block_k + M)
-        gathered = GatheredKeys(index, bias, near.block_q, order)
-        return gathered_attention(query, key, value, gathered, scale=options.scale, dropout_p=dropout_p)
+            bias = keys.bias + bias_between(table, position, keys.key_index)  # (BH, T, block_q, block_k + M)
+            keys = keys._replace(bias=bias)
+        return gathered_attention(query, key, value, keys, scale=options.scale, dropout_p=dropout_p)
 
-    tensors = query, key, value, index, bias, near.query_order, table
+    keys = GatheredKeys(index, bias, near.block_q, near.query_order)
     size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=table is not None)
+    return sliced(
+        some_heads, query, key, value, keys, table, size=size, draws=dropout_p > 0.0, recompute=table is not None
+    )
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
@@ -358,7 +361,9 @@ def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -
         for t, start in enumerate(near.start[a].tolist()):
             block = queries[t * near.block_q : (t + 1) * near.block_q, None]
             sample = min(t, far.sorted_index.shape[1] - 1)
-            for index, log_weight in zip(*(x[a, sample].tolist() for x in far[:2]), strict=True):
+            for index, log_weight in zip(
+                *(x[a, sample].tolist() for x in (far.sorted_index, far.log_weight)), strict=True
+            ):
                 # logaddexp, because independent sampling may select a key twice.
                 old = weights[a, block, keys[index]]
                 weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))

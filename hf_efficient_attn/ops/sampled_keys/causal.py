@@ -228,32 +228,28 @@ def causal_near_far_attention(
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
     exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, plans: tuple[IntervalPlan, ...]) -> Tensor:
         near = _near_partial(query, key, value, block_size, call)
         queries = _later_queries(query, block_size)
         parts = []
-        for i, plan in enumerate(plans):
-            index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            count = index.shape[1]
+        for plan in plans:
+            count = plan.sample_index.shape[1]
             length = block_size << plan.level
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
-            if query_block is None:
-                index = index + (integers(count, key.device) * 2 * length)[:, None]
+            if plan.query_block is None:
+                index = plan.sample_index + (integers(count, key.device) * 2 * length)[:, None]
                 keys = take(key, index)  # (BH, J, M, .)
                 values = take(value, index)
-                part = attend(seeing, keys, values, log_weight.unsqueeze(2), **call)
+                part = attend(seeing, keys, values, plan.log_weight.unsqueeze(2), **call)
             else:
-                own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
-                part = _hashed_and_sampled(seeing, keys, values, own, call)
+                part = _hashed_and_sampled(seeing, keys, values, plan, call)
             parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
-    tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
-    return torch.cat(
-        (exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=options.dropout_p > 0.0)), 1
-    )
+    far = sliced(some_heads, query, key, value, tuple(plans), size=size, draws=options.dropout_p > 0.0)
+    return torch.cat((exact, far), 1)
 
 
 def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, call: dict[str, Any]) -> Partial:

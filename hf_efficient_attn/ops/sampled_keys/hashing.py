@@ -263,6 +263,15 @@ def plan_rounds(
     return NearField(query_order, key_order, start, block_size, block_k, num_keys, num_queries)
 
 
+class _Rounds(NamedTuple):
+    """The rounds of some heads, from a `NearField`."""
+
+    query_order: Tensor  # (BH, S, Nq)
+    key_order: Tensor  # (BH, S, Nk)
+    start: Tensor  # (BH, S, T)
+    num_keys: Tensor | None  # (BH, 1)
+
+
 def rounds_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: NearField, *, others: bool, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
@@ -285,8 +294,8 @@ def rounds_attention(
     """
     rounds, num_blocks = plan.start.shape[1:]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
-        query_order, key_order, start = orders
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, some: _Rounds) -> Tensor:
+        query_order, key_order, start, num_keys = some
         query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))  # (BH, S, N)
         # The last block is padded with query 0; the result for the padding is not used.
         queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
@@ -314,11 +323,13 @@ def rounds_attention(
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
-    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
-    tensors = query, key, value, num_keys, plan.query_order, plan.key_order, plan.start
     size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
     # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as computing them again.
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
+    draws = dropout_p > 0.0
+    assert plan.query_order is not None and plan.key_order is not None
+    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
+    orders = _Rounds(plan.query_order, plan.key_order, plan.start, num_keys)
+    return sliced(some_heads, query, key, value, orders, size=size, draws=draws, recompute=draws)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
