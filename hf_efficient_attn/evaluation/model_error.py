@@ -20,6 +20,7 @@ from hf_efficient_attn.integration.models import attention_modules, transformers
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, mask_bias
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
@@ -186,9 +187,8 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
         key, value = (x.masked_fill(~call.key_mask[b][:, None], 0.0) for x in (key, value))
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     query_mask = key_mask if q_len == call.key.shape[2] else None
-    rows = sample_rows(
-        num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, seed=seed, device=query.device
-    )
+    draws = Draws(seed, query.device)
+    rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     with torch.autocast(query.device.type, enabled=False):
         exact = exact_rows(

@@ -3,8 +3,7 @@
 - Up to a length, attention is exact. It follows from the crossover of nearfar on this machine (`hf-efficient-attn
   crossover`), and is greater: more landmarks and small heads cost more, and so does an attempt that fails.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
-  by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact.
-  `hf_efficient_attn.ops.nearfar.attempts` describes which heads are attempted.
+  by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact (`ops.nearfar.attempts`).
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
   about earlier ones, every head has `columns` columns, or all heads are exact (`static_form`).
 
@@ -22,6 +21,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, is_training, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar.attempts import COST_POWER, worthwhile_length
 from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
 
@@ -132,7 +132,7 @@ def _exact_length(
     return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
 
 
-def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) -> Forms:
+def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, device: torch.device) -> Forms:
     """Make the two forms of heads (BH, N, .). Heads are passed as sequences, so all have the same random numbers."""
     options = options._replace(key_mask=None)
 
@@ -146,7 +146,7 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) 
 
     length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
-    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
+    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length, Draws(options.seed, device))
 
 
 def forward(
@@ -160,7 +160,7 @@ def forward(
         return exactly(query, key, value, options)
     if options.is_causal:  # the number of later tokens must not matter
         return get_method(config.switches_to).forward(_with_budget(config.columns), query, key, value, options)
-    forms = _forms(config, length, options)
+    forms = _forms(config, length, options, query.device)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] <= length:
@@ -168,7 +168,7 @@ def forward(
         if is_static:
             return forms.approximate(query, key, value, config.columns)
         heads = Heads(query, key, value)
-        return attend_within_bound(heads, forms, num_heads, options.scale, options.seed)[0]
+        return attend_within_bound(heads, forms, num_heads, options.scale)[0]
 
     return without_padding(of_one_length, query, key, value, options)
 
@@ -179,7 +179,7 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
     length = _exact_length(config, query, key, options, is_static)
     num_heads = query.shape[1]
     dense = get_method(config.switches_to).naive
-    forms = _forms(config, length, options)
+    forms = _forms(config, length, options, query.device)
     if options.is_causal:
         count = key.shape[2] if key.shape[2] <= length else config.columns  # as many columns as keys are exact
         return dense(_with_budget(count), query, key, value, options)
@@ -188,7 +188,7 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         heads = Heads(query, key, value)
         counts = [config.columns if key.shape[1] > length else 0] * len(query)
         if key.shape[1] > length and not is_static:
-            counts = attend_within_bound(heads, forms, num_heads, options.scale, options.seed)[1].tolist()
+            counts = attend_within_bound(heads, forms, num_heads, options.scale)[1].tolist()
         outs = []
         for count, q, k, v in zip(counts, *(x[:, None, None] for x in heads), strict=True):
             outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, options._replace(key_mask=None)))

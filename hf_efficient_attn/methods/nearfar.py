@@ -20,6 +20,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar.biased import biased_nearfar_attention, biased_nearfar_naive
 from hf_efficient_attn.ops.nearfar.bidirectional import nearfar_attention, nearfar_naive
 from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive, split_columns
@@ -87,19 +88,20 @@ class NearFarConfig(MethodConfig):
         return tuple({"near_share": share} for share in shares)
 
 
-def _nearfar_options(config: NearFarConfig, options: AttentionOptions) -> NearFarOptions:
+def _nearfar_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> NearFarOptions:
     own = {x: getattr(config, x) for x in NearFarOptions._fields if hasattr(config, x)}
-    own |= {"num_candidates": max(config.exact_length, config.num_candidates), "seed": options.seed}
+    own |= {"num_candidates": max(config.exact_length, config.num_candidates), "draws": draws}
     return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
 
 
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
+    draws = Draws(options.seed, query.device)
     if not options.is_causal:
         form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
-        form = functools.partial(form, options=_nearfar_options(config, options))
+        form = functools.partial(form, options=_nearfar_options(config, options, draws))
         return without_padding(form, query, key, value, options, config.exact_length)
-    chosen = split_columns(config.exact_length, options.scale, options.seed, options.dropout_p)
+    chosen = split_columns(config.exact_length, options.scale, draws, options.dropout_p)
     form = functools.partial(causal_nearfar_attention, options=chosen)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
@@ -107,9 +109,10 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
     scale = options.scale
-    chosen = _nearfar_options(config, options)
+    draws = Draws(options.seed, query.device)
+    chosen = _nearfar_options(config, options, draws)
     if options.is_causal:
-        form = functools.partial(causal_nearfar_naive, options=split_columns(config.exact_length, scale, options.seed))
+        form = functools.partial(causal_nearfar_naive, options=split_columns(config.exact_length, scale, draws))
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:

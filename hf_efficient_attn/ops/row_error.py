@@ -29,8 +29,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import matrix_power
-from hf_efficient_attn.ops.draws import uniform
-from hf_efficient_attn.ops.shards import Seed
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.strata import strata
 
 _STREAM = 31
@@ -71,8 +70,7 @@ def sample_rows(
     query_mask: Tensor | None = None,
     *,
     num_heads: int,
-    seed: Seed,
-    device: torch.device,
+    draws: Draws,
 ) -> Rows:
     """Sample evenly spread queries of each head, without repetition, or all if there are at most `num_rows`.
 
@@ -83,16 +81,16 @@ def sample_rows(
         query_mask: bool (BH, Nq), True for the queries that may be sampled, or None. False for padding, and for rows
             to which the approximation was fitted, because their error is smaller.
         num_heads: H. All sequences of a batch sample the same queries, and heads sample different ones.
-        seed: seed of the offsets.
-        device: device of the result.
+        draws: the random numbers of the offsets.
     """
+    device = draws.device
     if query_mask is None:
         query_mask = torch.ones(batch_heads, q_len, dtype=torch.bool, device=device)
     count = min(num_rows, q_len)
     available = query_mask.sum(1, keepdim=True)
     # An offset for each row in its stratum. With a common offset, rows at a regular distance could all meet, or all
     # miss, what is periodic in the input.
-    offset = uniform((num_heads, count), seed, _STREAM, device).repeat(batch_heads // num_heads, 1)  # (BH, p)
+    offset = draws.uniform((num_heads, count), _STREAM).repeat(batch_heads // num_heads, 1)  # (BH, p)
     # Of fewer queries than rows, each is a stratum of its own.
     sampled = available.clamp(max=count)
     rank = strata(torch.arange(count, device=device), offset, available, sampled.clamp(min=1))

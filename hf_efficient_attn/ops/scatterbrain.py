@@ -15,12 +15,12 @@ from torch import Tensor
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias, pair_means
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, bias_of, mask_bias
 from hf_efficient_attn.ops.features.maps import Features
 from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, count_of, others, query_state, update_state
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import plan_lsh
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -42,14 +42,14 @@ class BlockPlan(NamedTuple):
 
 @torch.no_grad()
 def plan_blocks(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, seed: Seed
+    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, draws: Draws
 ) -> BlockPlan:
     """Plan the near field of (BH, N, D) tokens: blocks of positions, or of a hash with `num_hashes` hyperplanes."""
     num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
     if not num_hashes:
         order = None if key_mask is None else valid_first(key_mask)
         return BlockPlan(order, order, None, num_valid)
-    near = plan_lsh(query, key, size, key_mask, num_hashes, seed)
+    near = plan_lsh(query, key, size, key_mask, num_hashes, draws)
     # `plan_lsh` gives `size` keys from any start. Take the block that contains most of these keys.
     last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
     block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))

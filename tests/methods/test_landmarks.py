@@ -13,6 +13,7 @@ from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar import attempts as schedule
 from hf_efficient_attn.ops.nearfar import bidirectional, within_bound
 from hf_efficient_attn.ops.nearfar.landmarks import directions, find_near_keys, group_queries
@@ -52,7 +53,7 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     k = k - k.mean(1, keepdim=True)
     tau_squared = 3.94582 * k.norm(dim=2).amax(1) / q.norm(dim=2).amax(1)
     factor = (beta / tau_squared)[:, None, None]
-    pivot = choose_pivots(k * factor.sqrt(), None, 9, seed=5, batch=1)[0]
+    pivot = choose_pivots(k * factor.sqrt(), None, 9, draws=Draws(5, torch.device("cpu")), batch=1)[0]
     coreset = k.gather(1, pivot.unsqueeze(2).expand(-1, -1, 6))
     weights = torch.linalg.inv((factor * coreset @ coreset.mT).exp()) @ (factor * coreset @ k.mT).exp()
     basis = (beta * q @ coreset.mT).exp()

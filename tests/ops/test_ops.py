@@ -14,7 +14,7 @@ from each import attend_naive, close
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import index as index_ops
 from hf_efficient_attn.ops.attend import Partial, merge
-from hf_efficient_attn.ops.draws import normal, uniform
+from hf_efficient_attn.ops.draws import Draws, normal, uniform
 from hf_efficient_attn.ops.features import sums
 from hf_efficient_attn.ops.features.maps import Features, elu_features, elu_map, favor, orthogonal_features
 from hf_efficient_attn.ops.features.sums import Tokens, causal, log_weights_naive, update_state
@@ -156,7 +156,7 @@ def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
     scores[:, 1] = 0.0
     scores[:, 2, 5:] = 0.0
     group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
-    draws = uniform((2, 6, 9), 0, 0, CPU)
+    draws = Draws(0, CPU).uniform((2, 6, 9), 0)
     probabilities = inclusion_probabilities(scores, 9)
     together = (
         independent_sample(scores, 9, draws, group) if independent
@@ -189,14 +189,14 @@ def test_stratified_ranks(count, available, offset):
 
 def test_uniform_and_normal_have_their_distributions():
     for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
-        flat = uniform((20000,), seed, stream, CPU)
+        flat = Draws(seed, CPU).uniform((20000,), stream)
         assert flat.min() > 0 and flat.max() < 1
         assert scipy.stats.kstest(flat.numpy(), "uniform").pvalue > 1e-3
-        assert scipy.stats.kstest(normal((20000,), seed, stream, CPU).numpy(), "norm").pvalue > 1e-3
+        assert scipy.stats.kstest(Draws(seed, CPU).normal((20000,), stream).numpy(), "norm").pvalue > 1e-3
         pairs = torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1]
         assert pairs.abs() < 0.03
     # Of 20,000 numbers, 0.05 pairs are expected to be equal with 32 bits, and 12 pairs with 24 bits.
-    steps = uniform((20000,), 0, 0, CPU) * 2.0**32 - 0.5
+    steps = Draws(0, CPU).uniform((20000,), 0) * 2.0**32 - 0.5
     assert torch.equal(steps, steps.round()) and steps.unique().numel() >= 20000 - 2
 
 
@@ -228,7 +228,7 @@ def test_features_are_orthogonal_and_each_is_normal():
     for block in features.split(head_dim):
         products = block @ block.t()
         close(products - products.diagonal().diag(), torch.zeros_like(products))
-    many = torch.cat([orthogonal_features(head_dim, head_dim, seed, CPU) for seed in range(200)])
+    many = torch.cat([orthogonal_features(Draws(seed, CPU), head_dim, head_dim) for seed in range(200)])
     assert scipy.stats.kstest(many[:, 3].numpy(), "norm").pvalue > 1e-3
     assert scipy.stats.kstest(many.square().sum(1).numpy(), scipy.stats.chi2(head_dim).cdf).pvalue > 1e-3
     directions = many / many.norm(dim=1, keepdim=True)

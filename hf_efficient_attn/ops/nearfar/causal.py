@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions, nearest
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features.maps import EMPTY
 from hf_efficient_attn.ops.features.sums import FeatureState, others
@@ -46,7 +47,6 @@ from hf_efficient_attn.ops.nearfar.landmarks import (
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # The numbers of evenly spaced keys of the prefix that landmarks are made from, and of queries that groups are made
@@ -76,14 +76,14 @@ class CausalNearFarOptions(NamedTuple):
     of_prefix: NearFarOptions
 
 
-def split_columns(columns: int, scale: float, seed: Seed = 0, dropout_p: float = 0.0) -> CausalNearFarOptions:
+def split_columns(columns: int, scale: float, draws: Draws, dropout_p: float = 0.0) -> CausalNearFarOptions:
     """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks.
 
     Larger blocks have a smaller error on activations of GPT-2, and a larger error on activations of MiniLM.
     """
     block_size = max(1, 9 * columns // 32)
     near = (columns - 3 * block_size // 2) // 2
-    of_prefix = NearFarOptions(max(1, near), _CANDIDATES, 1, 0, near, _GROUPS, 0.0, scale, seed, dropout_p)
+    of_prefix = NearFarOptions(max(1, near), _CANDIDATES, 1, 0, near, _GROUPS, 0.0, scale, draws, dropout_p)
     return CausalNearFarOptions(max(3 * columns // 2, block_size + 1), block_size, of_prefix)
 
 

@@ -32,8 +32,8 @@ from hf_efficient_attn.ops.clusters import (
     nearest,
     regularized_solve,
 )
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.thinning import choose_pivots
 
@@ -81,7 +81,7 @@ def add_keys(
     mask: Tensor | None = None,
     *,
     scale: float,
-    seed: Seed,
+    draws: Draws,
     batch: int,
 ) -> GrowingCoreset:
     """Add keys to a coreset.
@@ -92,7 +92,7 @@ def add_keys(
         value: (BH, N, Dv), finite.
         mask: bool (BH, N), True for the keys to add, or None for all.
         scale: factor of the scores of attention.
-        seed: the seed of the pivots.
+        draws: the random numbers of the pivots.
         batch: B, the number of sequences.
 
     Returns:
@@ -115,7 +115,7 @@ def add_keys(
     num_landmarks = coreset.key.shape[1]
     exists = count[..., 0] > 0
     position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))
-    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
+    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, draws=draws, batch=batch)
     start = take(x, position.gather(1, pivot))  # (BH, m, D)
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):

@@ -26,9 +26,8 @@ from hf_efficient_attn.ops.clusters import (
     middle_positions,
     nearest,
 )
-from hf_efficient_attn.ops.draws import draw_sizes, seed_value
+from hf_efficient_attn.ops.draws import Draws, draw_sizes
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.thinning import gumbel
 
@@ -61,7 +60,7 @@ class NearFarOptions(NamedTuple):
         near_share: a head has near keys if landmarks alone miss more than this share of its output, measured on the
             probes. With 0, or without probes, all heads have them; with 1 none has.
         scale: factor of the attention scores.
-        seed: seed of the draw of the keys that the clusters begin with.
+        draws: the random numbers by which the keys are drawn that the clusters begin with.
         dropout_p: probability of dropping a weight from the numerator.
     """
 
@@ -73,7 +72,7 @@ class NearFarOptions(NamedTuple):
     num_groups: int
     near_share: float
     scale: float
-    seed: Seed
+    draws: Draws
     dropout_p: float = 0.0
 
     @property
@@ -96,12 +95,12 @@ class Landmarks(NamedTuple):
     choice: Tensor
 
 
-def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
+def gumbel_numbers(count: int, num_candidates: int, draws: Draws, dtype: torch.dtype) -> Tensor:
     """Draw standard Gumbel numbers (draws, 1, C) for `draw_apart`. The numbers of a candidate do not depend on C.
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
-    return gumbel(len(draw_sizes(count, *_GROWING)), num_candidates, 1, seed_value(seed), like.dtype, like.device)
+    return gumbel(draws._replace(seed=draws.value), len(draw_sizes(count, *_GROWING)), num_candidates, 1, dtype)
 
 
 @torch.no_grad()
@@ -151,7 +150,7 @@ def choose_landmarks(query: Tensor, key: Tensor, options: NearFarOptions) -> Lan
     count = options.num_samples
     if key.shape[1] > options.num_candidates:
         key = key.index_select(1, even_positions(key.shape[1], options.num_candidates, key.device))
-    numbers = gumbel_numbers(count, key.shape[1], options.seed, key)
+    numbers = gumbel_numbers(count, key.shape[1], options.draws, key.dtype)
     points = key * options.root  # (BH, C, D)
     size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
     size = size - size.amax(1, keepdim=True)

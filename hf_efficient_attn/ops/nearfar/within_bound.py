@@ -12,12 +12,12 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import widened
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar import attempts
 from hf_efficient_attn.ops.nearfar.bidirectional import probe_positions
 from hf_efficient_attn.ops.nearfar.screening import NUM_KEYS, screening_error
 from hf_efficient_attn.ops.row_error import row_error, sample_rows
-from hf_efficient_attn.ops.shards import Seed
 
 # A bound between the limit and `_CLOSE` times the limit is computed again from `_MORE_ROWS` times as many rows: with
 # few rows it is up to five times the error if few rows have a large error.
@@ -47,6 +47,7 @@ class Forms(NamedTuple):
         max_error: the largest bound of a head's relative error in the operator norm.
         columns: number of columns of a head's first attempt.
         length: the number of keys from which on an approximation with these columns is worthwhile.
+        draws: the random numbers of the rows that bound the error.
     """
 
     approximate: Callable[..., Tensor]
@@ -55,9 +56,10 @@ class Forms(NamedTuple):
     max_error: float
     columns: int
     length: int
+    draws: Draws
 
 
-def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float, seed: Seed) -> tuple[Tensor, Tensor]:
+def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention of each head with as many columns as it needs, or exactly.
 
     Args:
@@ -65,7 +67,6 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
         forms: the forms of the heads, and the bound of their error.
         num_heads: H.
         scale: factor of the scores.
-        seed: seed of the rows that bound the error.
 
     Returns:
         The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
@@ -89,7 +90,7 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
             if len(index):
                 some = heads.select(index)
                 part = forms.approximate(*some, count)
-                bound = _bound(some, part, forms, scale, seed, attempts.NUM_ROWS)
+                bound = _bound(some, part, forms, scale, attempts.NUM_ROWS)
                 bounds.view(-1)[index] = widened(bound)
                 good = bound <= forms.max_error
                 out[index[good]] = part[good]
@@ -102,7 +103,7 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
     return out, columns
 
 
-def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, seed: Seed, num_rows: int) -> Tensor:
+def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, num_rows: int) -> Tensor:
     """Bound the error of an output (BH, Nq, Dv) of heads, by rows to which the output was not fitted: (BH,).
 
     It uses more rows where the bound is just too large.
@@ -112,7 +113,7 @@ def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, seed: 
     device = query.device
     probe = probe_positions(q_len, forms.num_probes, device)
     available = torch.ones(1, q_len, dtype=torch.bool, device=device).index_fill(1, probe, False)
-    rows = sample_rows(1, q_len, num_rows, available, num_heads=1, seed=seed, device=device)
+    rows = sample_rows(1, q_len, num_rows, available, num_heads=1, draws=forms.draws)
     index, valid, population = (x.expand(len(query), -1) for x in rows)
     exact = attend(take(query, index)[:, None], key[:, None], value[:, None], scale=scale).out[:, 0]
     bound = row_error(take(approximate, index), exact, valid, population).bound
@@ -121,5 +122,5 @@ def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, seed: 
     close = ((bound > forms.max_error) & (bound < _CLOSE * forms.max_error)).nonzero()[:, 0]
     if not len(close):
         return bound
-    more = _bound(heads.select(close), approximate[close], forms, scale, seed, _MORE_ROWS * num_rows)
+    more = _bound(heads.select(close), approximate[close], forms, scale, _MORE_ROWS * num_rows)
     return bound.index_copy(0, close, more)

@@ -25,7 +25,6 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
-from hf_efficient_attn.ops.draws import offsets, seed_value
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys
@@ -118,7 +117,7 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     if callable(options.scores):
         norms = _interval_norms(query.flatten(0, 1), key.flatten(0, 1), options).to(acc_dtype)
     elif options.scores == "probe":
-        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
+        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
         if key.dtype == torch.float16:  # has no fast product on CPUs
             probes = probes.float()
@@ -136,15 +135,13 @@ def _interval_norms(query: Tensor, key: Tensor, options: SamplingOptions) -> Ten
     norms = options.scores
     pairs = zip(query, key, strict=True)
     assert callable(norms)
-    logs = [norms(*split_scale_evenly(q, k, options.scale), seed_value(options.seed))[0] for q, k in pairs]
+    logs = [norms(*split_scale_evenly(q, k, options.scale), options.draws.value)[0] for q, k in pairs]
     return torch.stack(logs).unsqueeze(1).exp_()
 
 
-def _ranks(
-    options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
-) -> Tensor:
+def _ranks(options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int) -> Tensor:
     """Draw one index in each of `count` equal strata of `length` tokens, by an offset per head: int64 (BH, count)."""
-    offset = offsets(batch_heads // options.batch, options.seed, stream, device).unsqueeze(1)
+    offset = options.draws.offsets(batch_heads // options.batch, stream).unsqueeze(1)
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
@@ -179,19 +176,19 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
             if is_even or not 0 < num_samples < length:
                 # Take one key of each of equal strata, or every key if there are as many samples.
                 taken = min(num_samples, length)
-                index = _ranks(options, batch_heads, taken, length, stream, device).unsqueeze(1).expand(-1, count, -1)
+                index = _ranks(options, batch_heads, taken, length, stream).unsqueeze(1).expand(-1, count, -1)
                 log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
                 far = FarField(index, log_weight.expand_as(index))
             else:
                 scores = _interval_scores(queries, keys, values, level, options)
-                offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
+                offset = options.draws.offsets(batch_heads // options.batch, stream).repeat(options.batch)
                 offset = offset.repeat_interleave(count).unsqueeze(1)
                 far = sample_keys(scores, offset, options._replace(num_samples=num_samples))
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
                 block_k = max(1, block_size // 2)
-                hashed = (num_hashes, options.seed)
+                hashed = (num_hashes, options.draws)
                 sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
                 # The rank of the query's cell is its sorting key without the share of its position.
                 seeing = _seen_by(later, count, length)
