@@ -153,7 +153,7 @@ def test_the_far_field_is_never_negative():
     query, key, value = inputs(q_len=64, head_dim=64, num_heads=1, spread=0.1)
     value = value.abs()
     # One key is one of the features. exp(q . k) is about 1, but the product of features is exp(|k|^2 / 2) / 12.
-    key[:, :, 0] = orthogonal_features(12, 64, 1, query.device)[0]
+    key[:, :, 0] = orthogonal_features(Draws(1, query.device), 12, 64)[0]
     near, options = same_block(64, 8), {"scale": 1.0, "seed": 1}
     ours = hea.functional.scatterbrain_attention(query, key, value, **OPTIONS, **options)
     truth = subtracted(*(x.double() for x in (query, key, value)), near, **options)
@@ -288,7 +288,7 @@ def test_a_bucket_is_a_pair_of_the_papers_hashes():
 def test_number_of_buckets(size):
     """There are enough buckets for half a chunk each, and at most twice as many, or 4."""
     counts = torch.arange(1, 5000)
-    most = len(hashing.rotations(5000, size, 1, 2, 0, counts.device))
+    most = len(hashing.rotations(5000, size, 1, 2, Draws(0, counts.device)))
     first, second = hashing.bucket_halves(counts[:, None], size, most).unbind(1)
     assert first.min() == second.min() == 1
     assert max(first.max(), second.max()) <= most

@@ -140,7 +140,7 @@ def test_a_draw_apart_does_not_repeat_a_cluster():
     """A hundred far clusters, and 64 points at once: the next draw sees which clusters are left."""
     centers = 6.0 * numbers(1, 100, 5).float()
     points = centers.repeat(1, 10, 1) + 0.01 * numbers(1, 1000, 5, seed=1).float()
-    chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel_numbers(256, 1000, 0, points), 256)
+    chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel_numbers(256, 1000, Draws(0, CPU), points.dtype), 256)
     assert (chosen[0] % 100).unique().numel() == 100
     assert chosen.unique().numel() == 256
 
@@ -155,7 +155,7 @@ def tensors(length, seed=0):
 
 
 def causal(query, key, value, columns, scale=8**-0.5, **changes):
-    options = split_columns(columns, scale)
+    options = split_columns(columns, scale, Draws(0, CPU))
     return causal_nearfar_attention(
         query, key, value, options._replace(of_prefix=options.of_prefix._replace(**changes))
     )
@@ -169,7 +169,7 @@ def test_the_first_positions_and_short_sequences_are_exact():
     """Up to `num_exact` positions the output is softmax attention; after that it is not."""
     given = tensors(60)
     out, expected = causal(*given, 16), exact(*given)
-    assert split_columns(16, 1.0).num_exact == 24
+    assert split_columns(16, 1.0, Draws(0, CPU)).num_exact == 24
     close(out[:, :24], expected[:, :24])
     assert relative_error(out[:, 24:], expected[:, 24:]) > 0.01
     close(causal(*(x[:, :20] for x in given), 16), expected[:, :20])
@@ -198,7 +198,7 @@ def test_near_keys_by_content_serve_heads_that_look_far_back():
 def test_tiny_far_weights_do_not_round_the_near_field_away(seed):
     """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
     given = [x * 3.0 ** numbers(4, 60, 1, seed=10 + i) for i, x in enumerate(tensors(60, seed))]
-    expected = causal_nearfar_naive(*given, split_columns(4, 1.7))
+    expected = causal_nearfar_naive(*given, split_columns(4, 1.7, Draws(0, CPU)))
     promises.assert_close(causal(*given, 4, scale=1.7), expected, 1e-9)
 
 
@@ -265,7 +265,7 @@ def test_sizes_of_the_paper(log4, g):
 
 
 def test_random_numbers_differ_between_heads_and_rounds_and_not_with_the_length():
-    longer, shorter = (thinning.draw_numbers(n, 16, 3, 5, CPU) for n in (200, 70))
+    longer, shorter = (thinning.draw_numbers(Draws(5, CPU), n, 16, 3) for n in (200, 70))
     assert [x.shape for x in longer] == [(3, 16 * 2**i) for i in range(4)]
     assert len(shorter) == 3 and all(torch.equal(x, y) for x, y in zip(longer, shorter, strict=False))
     together = torch.cat(longer, 1)

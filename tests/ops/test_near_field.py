@@ -167,7 +167,7 @@ def test_the_far_field_is_unbiased(scores, independent):
     total, draws, together = torch.zeros(4, 90), 4000, 40
     for seed in range(draws // together):
         turns = Draws(seed, CPU).uniform((2, together), 12).repeat(2, 1)
-        far = sample_keys(weights, turns, options._replace(seed=seed))
+        far = sample_keys(weights, turns, options._replace(draws=Draws(seed, CPU)))
         total.scatter_add_(1, far.sorted_index.flatten(1), far.log_weight.flatten(1).exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
@@ -181,7 +181,7 @@ def test_the_far_field_is_unbiased(scores, independent):
 
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    changes = {"scores": scores, "independent": independent, "seed": seed, "num_hashes": num_hashes}
+    changes = {"scores": scores, "independent": independent, "draws": Draws(seed, CPU), "num_hashes": num_hashes}
     return row, causal.plan_intervals(*row, sampling(num_samples=12, num_probes=5, **changes))
 
 
@@ -235,7 +235,7 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
 def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearField, NearField, NearField]:
     """The window, the blocks of a hash, and the choice between them."""
     window = bidirectional.plan_window(query, key, 8, mask)
-    lsh = plan_lsh(query, key, 8, mask, 6, 0, window.block_q)
+    lsh = plan_lsh(query, key, 8, mask, 6, Draws(0, CPU), window.block_q)
     options = SamplingOptions("auto", 8, 6, None, 0, "uniform", 8, False, 1.0, draws=Draws(0, CPU), batch=1)
     return window, lsh, bidirectional.plan_near_field(query, key, mask, options)[0]
 
