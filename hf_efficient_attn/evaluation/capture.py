@@ -18,11 +18,11 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.attention import head_slice_of, is_causal_call
-from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
+from hf_efficient_attn.integration.attention import head_slice_of, read_call
+from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.integration.masks import padding_mask, read_mask
+from hf_efficient_attn.integration.masks import padding_mask
 from hf_efficient_attn.integration.models import (
     ModuleLocation,
     Snapshot,
@@ -32,7 +32,7 @@ from hf_efficient_attn.integration.models import (
     transformers_models,
     uses_interface,
 )
-from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
+from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.nearfar.within_bound import row_error
@@ -175,16 +175,7 @@ def capture_attention(
     known: dict[nn.Module, tuple[ModuleLocation, PreTrainedConfig]] = {}
 
     def compute_exact(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if module not in known:
             raise UnsupportedAttentionError(
@@ -192,23 +183,19 @@ def capture_attention(
                 "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
         location, config = known[module]
-        distance_bias = take_bias(module, kwargs, query.device)
-        name = "measuring attention"
-        mask = read_mask(name, attention_mask)
-        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refuse_arguments(name, kwargs)
-        is_causal = is_causal_call(module, location, mask, is_causal)
-        tensors = (query, key, value, mask.keys)
+        read = read_call("measuring attention", module, location, key, attention_mask, kwargs)
+        tensors = (query, key, value, read.key_mask)
         if location.window is not None:
-            exact = exact_layer(*tensors, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window)
+            exact = exact_layer(*tensors, is_causal=read.is_causal, scale=read.scale, dropout_p=0.0, window=read.window)
             if windows:
-                visit(Call(location, *tensors, is_causal, scaling, exact, lambda method: None, module))
+                visit(Call(location, *tensors, read.is_causal, read.scale, exact, lambda method: None, module))
             return exact.transpose(1, 2).contiguous(), None
-        is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
+        is_cross = not read.is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
-        call = Call(location, *tensors, is_causal, scaling, value.new_empty(0), why, module, distance_bias)
+        empty = value.new_empty(0)
+        call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias)
         exact = compute(call)
         if not exact.isfinite().all():
             raise UnsupportedAttentionError(

@@ -1,9 +1,9 @@
-"""The attention function that Transformers calls under a method's name."""
+"""A call of an attention module: what it asks for (`read_call`), and the function that computes it."""
 
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,24 +17,71 @@ from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, tak
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import first_number, required_tensors
-from hf_efficient_attn.integration.masks import KeyMask, read_mask
+from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
 from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
 from hf_efficient_attn.integration.shards import shard_attention, shards_of
-from hf_efficient_attn.methods import attention, parameters_of_slice
+from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
-def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
-    """Whether a call is causal: what the mask says, else the call, else the module. Cross attention never is."""
+class LayerCall(NamedTuple):
+    """What a call of an attention module asks for, besides its queries, keys and values."""
+
+    location: ModuleLocation  # of the module in its model
+    key_mask: Tensor | None  # bool (B, Nk), True for the keys to attend to; None if there is no padding
+    is_causal: bool
+    scale: float | None  # factor of the scores; None for 1/sqrt(D)
+    dropout_p: float  # 0 in eval mode
+    seed: int  # of the layer's draws in eval mode
+    window: int | None  # the number of keys on one side, its own included, that a query attends to; None for all
+    distance_bias: Tensor | None  # (H, 2R + 1), the bias of the scores by distance; None for none
+
+
+def read_call(
+    name: str,
+    module: nn.Module,
+    location: ModuleLocation,
+    key: Tensor,
+    attention_mask: object,
+    kwargs: dict[str, Any],
+) -> LayerCall:
+    """Read a call of an attention module, and refuse, in the name of a method, what would be lost.
+
+    Args:
+        name: stands in messages: a method, or what else computes the call.
+        module: the attention module.
+        location: where it is in its model.
+        key: (B, H, Nk, D), of which only the length and the device are read.
+        attention_mask: as `masks.padding_mask` made it; None for no padding.
+        kwargs: the other arguments, as Transformers gives them to an attention function. What is read is removed.
+
+    Raises:
+        UnsupportedAttentionError: an argument cannot be kept.
+    """
+    dropout, scale, is_causal = kwargs.pop("dropout", 0.0), kwargs.pop("scaling", None), kwargs.pop("is_causal", None)
+    distance_bias = take_bias(module, kwargs, key.device)
+    mask = read_mask(name, attention_mask)
+    window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+    refusals.refuse_arguments(name, kwargs)
+    # What the mask says, else the call, else the module. Cross attention never is causal.
     if mask.is_causal is not None:
         is_causal = mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    return bool(is_causal) and not location.is_cross
+    return LayerCall(
+        location,
+        mask.keys,
+        is_causal=bool(is_causal) and not location.is_cross,
+        scale=scale,
+        dropout_p=dropout if module.training else 0.0,
+        seed=layer_seed(location.layer),
+        window=window,
+        distance_bias=distance_bias,
+    )
 
 
 def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
@@ -45,76 +92,89 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     """
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        location, shards, config = location_of(module), shards_of(module, kwargs), getattr(module, "config", None)
+        shards, tensors = shards_of(module, kwargs), (query, key, value)
         refuse_context_parallel(name, module)
-        distance_bias, mask = take_bias(module, kwargs, query.device), read_mask(name, attention_mask)
-        window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refusals.refuse_arguments(name, kwargs)
-        is_causal = is_causal_call(module, location, mask, is_causal)
-        method = method_at(config, name, location)
-        if method is not None and (location.is_cross or (not is_causal and query.shape[2] != key.shape[2])):
-            reason = refusals.why_cross_attention_is_exact(method, config)
-            if reason is not None:
-                refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
-                method = None
-        # The cache layer that returned the keys computes the call if they are not those of all tokens.
-        cached: MethodLayer | None = getattr(key, LAYER, None)
-        if cached is None or not is_causal or method != cached.method:
-            if isinstance(key, NewKeys):
-                raise UnsupportedAttentionError(
-                    f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
-                    f"{location.name} of this model now computes something else: start with a new cache after "
-                    "switching the model"
-                )
-            cached = None
+        call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
+        method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
+        cached = _cache_layer_of_call(name, method, call, key)
         if cached is None and shards is None:
-            refusals.check_length_of_mask(name, location.name, mask.keys, key)
-        parameters: Mapping[str, Tensor] = {}
+            refusals.check_length_of_mask(name, call.location.name, call.key_mask, key)
         if method is not None:
             # A switch could not see this, or has not seen it.
             why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
-            refusals.check_methods([method], is_causal, model=f"{location.name} ({why})")
-            parameters = required_tensors(module, method, location.name)
-            keys = (key.shape[2], mask.keys) if shards is None else (shards.total, shards.key_mask)
-            warn_beyond_calibration(settings_of(config, name), *keys)
-        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout if module.training else 0.0}
-        seed = layer_seed(location.layer)
+            refusals.check_methods([method], call.is_causal, model=f"{call.location.name} ({why})")
+            keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
+            warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
         if shards is not None:
-            options |= {"is_causal": is_causal, "seed": seed, "parameters": parameters}
-            out = shard_attention(method, (query, key, value), shards, **options)
+            parameters = {} if method is None else required_tensors(module, method, call.location.name)
+            options = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
+            out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
         elif method is None:
-            options |= {"is_causal": is_causal, "distance_bias": distance_bias, "window": window}
-            out = exact_layer(query, key, value, mask.keys, **options)
+            out = exact_layer(
+                *tensors, call.key_mask, is_causal=call.is_causal, scale=call.scale, dropout_p=call.dropout_p,
+                distance_bias=call.distance_bias, window=call.window,
+            )  # fmt: skip
         else:
-            # In training the seed comes from the global generators, so that gradient checkpointing draws the same
-            # again. Otherwise it depends on the layer alone.
-            heads = head_slice_of(name, module, query.shape[1])
-            if heads is not None:
-                parameters = parameters_of_slice(method, parameters, heads, query.shape[1])
-            options |= {"seed": None if module.training else seed, "parameters": parameters}
-            if distance_bias is not None:
-                options["distance_bias"] = distance_bias
-            if cached is not None:
-                out = cached.attention(query, key, value, mask.keys, **options)
-            else:
-                options |= {"is_causal": is_causal, "heads": heads}
-                out = attention(method, query, key, value, attention_mask=mask.keys, **options)
+            out = _compute(name, module, method, call, tensors, cached)
         return out.transpose(1, 2).contiguous(), None
 
     setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward
+
+
+def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square: bool) -> MethodConfig | None:
+    """The method that computes a call; None for exact attention, of which cross attention warns."""
+    config = getattr(module, "config", None)
+    method = method_at(config, name, call.location)
+    if method is not None and (call.location.is_cross or not (call.is_causal or is_square)):
+        reason = refusals.why_cross_attention_is_exact(method, config)
+        if reason is not None:
+            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, call.location)])
+            return None
+    return method
+
+
+def _cache_layer_of_call(name: str, method: MethodConfig | None, call: LayerCall, key: Tensor) -> MethodLayer | None:
+    """The cache layer that computes a call, because it returned other keys than those of all tokens; or None."""
+    cached: MethodLayer | None = getattr(key, LAYER, None)
+    if cached is not None and call.is_causal and method == cached.method:
+        return cached
+    if isinstance(key, NewKeys):
+        raise UnsupportedAttentionError(
+            f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
+            f"{call.location.name} of this model now computes something else: start with a new cache after "
+            "switching the model"
+        )
+    return None
+
+
+def _compute(
+    name: str,
+    module: nn.Module,
+    method: MethodConfig,
+    call: LayerCall,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cached: MethodLayer | None,
+) -> Tensor:
+    """The output (B, H, Nq, Dv) of a method for queries, keys and values, or that of a cache layer."""
+    num_heads = tensors[0].shape[1]
+    parameters: Mapping[str, Tensor] = required_tensors(module, method, call.location.name)
+    heads = head_slice_of(name, module, num_heads)
+    if heads is not None:
+        parameters = parameters_of_slice(method, parameters, heads, num_heads)
+    # In training the seed comes from the global generators, so that gradient checkpointing draws the same again.
+    # Otherwise it depends on the layer alone.
+    seed = None if module.training else call.seed
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed, "parameters": parameters}
+    if call.distance_bias is not None:
+        options["distance_bias"] = call.distance_bias
+    if cached is not None:
+        return cached.attention(*tensors, call.key_mask, **options)
+    options |= {"is_causal": call.is_causal, "heads": heads}
+    return attention(method, *tensors, attention_mask=call.key_mask, **options)
 
 
 def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:

@@ -13,13 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import sharded_parameters
+from hf_efficient_attn.integration.attention import read_call, sharded_parameters
 from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.layers import layer_seed
 from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.masks import read_mask
 from hf_efficient_attn.integration.models import location_of, method_at
-from hf_efficient_attn.integration.refusals import refuse_arguments
 from hf_efficient_attn.integration.shards import is_parallel
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
@@ -89,25 +86,25 @@ def _forward(
         or layout is None
         or in_graph()  # where a call of a method is one operator
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or kwargs.get("is_causal")
         or is_parallel(module)
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
-        or read_mask(method.method, attention_mask).is_causal
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, kwargs)
-    refuse_tracing(method)
-    mask = read_mask(method.method, attention_mask).keys
     project, key, value, output, head_dim, dropout = (name and getattr(module, name) for name in layout)
+    given = {**kwargs, "dropout": getattr(dropout, "p", dropout)}
+    # The hidden states as keys (B, 1, N, W) of one head.
+    call = read_call(method.method, module, location, hidden_states[:, None], attention_mask, given)
+    if call.is_causal:
+        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
+    refuse_tracing(method)
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
-    dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
-    seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
-    if mask is not None:
-        hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0.0)
+    seed = draw_seed(query.device) if module.training else call.seed
+    if call.key_mask is not None:
+        hidden_states = hidden_states.masked_fill(~call.key_mask[:, :, None], 0.0)
     parameters = required_tensors(module, method, location.name)
-    options = AttentionOptions(mask, False, module.scaling, dropout, seed + method.seed, parameters)
+    options = AttentionOptions(call.key_mask, False, module.scaling, call.dropout_p, seed + method.seed, parameters)
     out = form(method, query, hidden_states, HiddenProjections(key, value), options)
     out = refuse_second_gradient(out, method.method).transpose(1, 2).flatten(2)
     return (out if output is None else output(out)), None
