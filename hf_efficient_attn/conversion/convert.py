@@ -10,9 +10,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, unknown_method, unknown_name
+from hf_efficient_attn.integration.inputs import PositionTable, position_offset
 from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.integration.models import configs_of, models_in, transformers_models
-from hf_efficient_attn.integration.positions import PositionTable, position_offset, tables_of
+from hf_efficient_attn.integration.models import configs_of, models_in, tables_of, transformers_models
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config

@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import models, positions
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration import inputs, models
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
+from hf_efficient_attn.integration.settings import method_of
 from hf_efficient_attn.integration.shards import PARALLEL, SHARDS, SequenceParallel
 from hf_efficient_attn.ops.shards import Shards, gather
 
@@ -112,7 +112,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
 def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook: agree with the other processes on the shards of the call, and tell the layers."""
     parallel: SequenceParallel = getattr(model, PARALLEL)
-    given = positions.by_name(model, args, kwargs)
+    given = inputs.by_name(model, args, kwargs)
     # The input (B, n) or (B, n, W); None if there is none.
     tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
     parallel.current = shards = _agree(model, parallel.group, given, tokens)
@@ -180,7 +180,7 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
     for part in models.models_in(model) if given.get("position_ids") is None else ():
-        positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
+        inputs.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
     if any(is_padded):
         whole = gather(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)

@@ -21,10 +21,9 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.attention import head_slice_of, read_call
 from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.integration.masks import padding_mask
+from hf_efficient_attn.integration.inputs import padding_mask
+from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order
 from hf_efficient_attn.integration.models import (
-    ModuleLocation,
     Snapshot,
     attention_modules,
     configs_of,
@@ -33,6 +32,7 @@ from hf_efficient_attn.integration.models import (
     uses_interface,
 )
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
+from hf_efficient_attn.integration.settings import layer_seed
 from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.nearfar.within_bound import row_error

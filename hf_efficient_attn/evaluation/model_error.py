@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
+from hf_efficient_attn.integration.attention import required_tensors
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.attend import accumulation_dtype, attend

@@ -4,7 +4,7 @@ Whether a class asks the attention interface is read from its code. Exceptions t
 are listed here. All classes of versions 5.12 and 5.24 were looked through for the lists.
 
 A layer with a sliding window of its model's own (`ModuleLocation.window`) stays exact, because a method would lose the
-window. Its module says at its call how long it is, and its mask that it has one (`masks.KeyMask.is_local`).
+window. Its module says at its call how long it is, and its mask that it has one (`inputs.KeyMask.is_local`).
 """
 
 import copy
@@ -20,14 +20,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
-from hf_efficient_attn.integration.layers import Layer, is_selected, layer_of, stem_of
-from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.integration.configs import parts_of
+from hf_efficient_attn.integration.inputs import PositionTable
+from hf_efficient_attn.integration.layers import Layer, ModuleLocation, layer_of, stem_of
+from hf_efficient_attn.integration.settings import EXACT, method_at, method_of
 from hf_efficient_attn.methods import MethodConfig
 
 _CROSS = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
-# The attribute of an attention module that holds its `ModuleLocation`.
-LOCATION = "_efficient_attention"
 # The argument of attention functions with the length of a window.
 WINDOW = "sliding_window"
 # Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
@@ -53,23 +52,7 @@ WINDOW_BY_MASK = re.compile(
 )
 # Models that do not use the table of attention classes in their file.
 _WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
-
-
-class ModuleLocation(NamedTuple):
-    """Where an attention module is in its model, and the sliding window that its model gives it."""
-
-    layer: Layer | None  # as `layers.layer_of` determines it
-    name: str  # within the model
-    is_cross: bool  # whether its keys come from another model or stack
-    # What reports and calibration call its layer: `layer`, or, if modules of several stacks have the same number, the
-    # part of the name up to it, such as "encoder.layers.0".
-    label: Layer | None
-    window: int | None = None  # as `window_of` determines it
-    own_name: str = ""  # within the part of the model that names its method itself, if it is in one
-
-    def is_selected(self, item: Layer) -> bool:
-        """Whether an item of `layers` selects the module."""
-        return any(is_selected(item, self.layer, name) for name in (self.name, self.own_name))
+_NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 
 
 class AttentionModule(NamedTuple):
@@ -84,29 +67,6 @@ class AttentionModule(NamedTuple):
     def chosen(self) -> MethodConfig | None:
         """The method that the config chooses for the layer of the module; None for exact attention."""
         return method_at(self.config, method_of(self.config), self.location)
-
-
-def location_of(module: nn.Module) -> ModuleLocation:
-    """The location that a switch wrote on the module, or else what the module itself says about it."""
-    if hasattr(module, LOCATION):
-        location: ModuleLocation = getattr(module, LOCATION)
-        return location
-    layer = layer_of(module, str(getattr(module, "layer_idx", "")))
-    if layer is None:
-        raise UnsupportedAttentionError(
-            f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
-            "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
-        )
-    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
-
-
-def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
-    """The method that a config which names it chooses for an attention module; None for exact attention."""
-    if name is None or location.window is not None:  # layers with a window stay exact
-        return None
-    settings = settings_of(config, name)
-    found = settings.for_layer(location.layer, location.name)
-    return settings.for_layer(location.layer, location.own_name) if found is None and location.own_name else found
 
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
@@ -325,3 +285,24 @@ def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Give a module a forward pre-hook that it does not have yet."""
     if hook not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[PositionTable]:
+    """Find the learned tables over token positions in a model to which a config applies.
+
+    Such a table is an embedding with a usual name and as many entries as the config says. The entries before `offset`
+    are not counted there.
+    """
+    count = getattr(config, "max_position_embeddings", None)
+    for module, name in ((module, name) for module in model.modules() for name in _NAMES):
+        table = getattr(module, name, None)
+        if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
+            extra = getattr(table, "offset", 0)
+            if isinstance(extra, int) and table.num_embeddings - extra == count:
+                yield PositionTable(module, name)
+
+
+def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
+    """The tables that each of the models in a model holds itself, not through another one of them."""
+    found = {id(table.embedding): (part, table) for part in parts for table in find_tables(part, part.config)}
+    return {part: tuple(table for owner, table in found.values() if owner is part) for part in parts}

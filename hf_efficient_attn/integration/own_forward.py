@@ -13,11 +13,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import read_call, sharded_parameters
-from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.models import location_of, method_at
-from hf_efficient_attn.integration.shards import is_parallel
+from hf_efficient_attn.integration.attention import (
+    is_parallel,
+    location_of,
+    read_call,
+    required_tensors,
+    sharded_parameters,
+)
+from hf_efficient_attn.integration.settings import method_at, method_of
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 

@@ -18,12 +18,13 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
-from hf_efficient_attn.integration import learned, models, own_forward, positions, refusals
+from hf_efficient_attn.integration import learned, models, own_forward, refusals
 from hf_efficient_attn.integration.cache import StateLayer
-from hf_efficient_attn.integration.configs import check_parts, method_of, parts_of, settings_of
+from hf_efficient_attn.integration.configs import check_parts, parts_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
-from hf_efficient_attn.integration.masks import refuse_packed_rows
-from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.integration.inputs import TABLES, check_inputs
+from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, method_at, method_of, settings_of
 from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
@@ -106,13 +107,13 @@ def _switch_modules(
     root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_adapted: bool, is_complete: bool
 ) -> None:
     """Give the modules of a model what their method needs, and warn of attention that stays exact."""
-    parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, models.ModuleLocation]]]()
+    parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, ModuleLocation]]]()
     for found in modules:
         (module, location, config, _), name, method, reason = found, method_of(found.config), found.chosen, None
         if method is not None and location.is_cross:
             why = refusals.why_cross_attention_is_exact(method, config)
             reason = None if why is None else f"{why}: cross attention stays exact in"
-        elif is_complete and models.method_at(config, name, location._replace(window=None)) != method:
+        elif is_complete and method_at(config, name, location._replace(window=None)) != method:
             reason = "layers with a sliding window of the model's own stay exact, at the cost of their window:"
         if reason is not None:
             exact.setdefault(reason, []).append((module, location))
@@ -120,32 +121,18 @@ def _switch_modules(
         learned.attach(found, method, is_adapted)
         own_forward.attach(module, method)
         if name is not None:
-            setattr(module, models.LOCATION, location)
+            setattr(module, LOCATION, location)
             attach_hook(module)
     for reason, group in exact.items():
         refusals.warn_of_exact_layers(reason, group)
-    tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
+    tables = models.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
         for cls in type(part).__mro__:
             _extend_generate(cls)
-        models.hook_once(part, _refuse_call)
-        setattr(part, positions.TABLES, found_tables)
+        models.hook_once(part, check_inputs)
+        setattr(part, TABLES, found_tables)
         for module in part.modules():
             models.adapt_pooling(module)
-
-
-def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
-
-    Some models do not pass these arguments on to their attention.
-    """
-    name = method_of(model.config)
-    if name is not None:
-        given = positions.by_name(model, args, kwargs)
-        refuse_packed_rows(given)
-        positions.refuse_long_input(model, given)
-        requested = given.get("output_attentions")
-        refusals.refuse_attentions(name, model.config.output_attentions if requested is None else requested)
 
 
 def extend_classes() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.layers import Layer, layer_seed
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, implementation_entry
+from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, implementation_entry, layer_seed
 from hf_efficient_attn.methods import attention
 
 # Arguments without an effect on attention, because a model has used them already or needs them later.

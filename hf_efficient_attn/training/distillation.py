@@ -29,10 +29,9 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
 from hf_efficient_attn.evaluation.progress import partial_result
-from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, method_of
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
 from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Training, batch_stream
