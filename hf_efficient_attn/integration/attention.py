@@ -24,7 +24,7 @@ from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.inputs import read_mask, refuse_attentions
 from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation, layer_of
 from hf_efficient_attn.integration.learned import NAME, learned_of
-from hf_efficient_attn.integration.models import WINDOW
+from hf_efficient_attn.integration.model_kinds import WINDOW
 from hf_efficient_attn.integration.settings import (
     EXACT,
     first_number,

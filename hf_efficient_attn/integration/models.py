@@ -1,7 +1,6 @@
 """The Transformers models in a module, their configs, their attention modules, and the restoration of them all.
 
-Whether a class asks the attention interface is read from its code. Exceptions that concern a few models of Transformers
-are listed here. All classes of versions 5.12 and 5.24 were looked through for the lists.
+Whether a class asks the attention interface is read from its code. `model_kinds` lists the exceptions.
 
 A layer with a sliding window of its model's own (`ModuleLocation.window`) stays exact, because a method would lose the
 window. Its module says at its call how long it is, and its mask that it has one (`inputs.KeyMask.is_local`).
@@ -9,7 +8,6 @@ window. Its module says at its call how long it is, and its mask that it has one
 
 import copy
 import inspect
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,39 +18,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import model_kinds
 from hf_efficient_attn.integration.configs import parts_of
 from hf_efficient_attn.integration.inputs import PositionTable
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, layer_of, stem_of
+from hf_efficient_attn.integration.model_kinds import WINDOW, kind_of
 from hf_efficient_attn.integration.settings import EXACT, method_at, method_of
 from hf_efficient_attn.methods import MethodConfig
-
-_CROSS = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
-# The argument of attention functions with the length of a window.
-WINDOW = "sliding_window"
-# Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
-# (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
-_RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
-# Attributes by which attention modules change their scores otherwise; None means that they do not. The last two are
-# methods of Doge and GLM 5.
-_CHANGES = {
-    "sinks": "attention sinks",
-    "attn_logit_softcapping": "a soft cap",
-    "indexer": "a mask of the keys that each query selects",
-    "prepare_dynamic_mask": "a mask of its own",
-    "build_attention_mask_from_topk": "a mask of its own",
-}
-# Models that compose their masks if their config has `use_bidirectional_attention` (EmbeddingGemma), and convolutions
-# that find the padding in a (queries, keys) mask.
-_COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
-_FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
-# Attention classes with a window that do not give its length to the attention function.
-WINDOW_BY_MASK = re.compile(
-    r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder|Phimoe|Qwen2Moe|T5Gemma2Merged|\w+OcrText|"
-    r"DeepseekOcr2Text|EsmFold2Atom|\w+Audio)Attention"
-)
-# Models that do not use the table of attention classes in their file.
-_WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
-_NAMES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 
 
 class AttentionModule(NamedTuple):
@@ -147,7 +119,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         if owner is None or isinstance(module, PreTrainedModel) or not is_attention(module):
             continue
         name = path.removeprefix(prefix).removeprefix(".")
-        is_named_cross = _CROSS.search(f"{name}.{type(module).__name__}") is not None
+        is_named_cross = model_kinds.CROSS_ATTENTION.search(f"{name}.{type(module).__name__}") is not None
         is_cross = bool(getattr(module, "is_cross_attention", False)) or is_named_cross
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
@@ -247,23 +219,25 @@ def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
 
     Of modules around the attention modules, such as layers, only names that say "bias" count.
     """
-    kinds, config = {base.__name__ for base in type(module).__mro__}, getattr(module, "config", None)
-    if getattr(config, "use_bidirectional_attention", None) is True and kinds & _COMPOSES_MASK:
-        yield "composes its masks itself (use_bidirectional_attention=True)"
-    if any(map(_FINDS_PADDING.fullmatch, kinds)):
-        yield "finds the padding in a (queries, keys) mask"
+    kind, config = kind_of(type(module), or_base=True), getattr(module, "config", None)
+    if kind.needs_matrix and (not kind.if_config or getattr(config, kind.if_config, None) is True):
+        yield kind.needs_matrix
     parts = (*module._parameters.items(), *module._modules.items())
-    names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
+    names = [name for name, part in parts if part is not None and model_kinds.POSITION_BIAS.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
-        found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
+        found += [
+            f"{words} ({name})"
+            for name, words in model_kinds.CHANGES_OF_SCORES.items()
+            if getattr(module, name, None) is not None
+        ]
     yield from (f"adds {what} to the scores of its attention" for what in found)
 
 
 def attention_table(kind: type[nn.Module]) -> str | None:
     """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
     for cls in (cls for cls in kind.__mro__ if issubclass(cls, PreTrainedModel)):
-        if _WITHOUT_TABLE.fullmatch(cls.__name__):
+        if kind_of(cls).ignores_table:
             return None
         for name, value in vars(sys.modules[cls.__module__]).items():
             if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
@@ -272,11 +246,8 @@ def attention_table(kind: type[nn.Module]) -> str | None:
 
 
 def adapt_pooling(module: Any) -> None:
-    """Give SigLIP 2's pooling, which uses PyTorch's own attention, a config of exact attention.
-
-    Transformers makes its mask for the implementation in the config.
-    """
-    if type(module).__name__ == "Siglip2MultiheadAttentionPoolingHead" and method_of(module.config) is not None:
+    """Give a module that uses PyTorch's own attention, such as SigLIP 2's pooling, a config of exact attention."""
+    if kind_of(type(module)).needs_exact_config and method_of(module.config) is not None:
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = EXACT
 
@@ -294,7 +265,7 @@ def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[Position
     are not counted there.
     """
     count = getattr(config, "max_position_embeddings", None)
-    for module, name in ((module, name) for module in model.modules() for name in _NAMES):
+    for module, name in ((module, name) for module in model.modules() for name in model_kinds.POSITION_TABLES):
         table = getattr(module, name, None)
         if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
             extra = getattr(table, "offset", 0)

@@ -14,6 +14,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import models
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order, names_of
+from hf_efficient_attn.integration.model_kinds import kind_of
 from hf_efficient_attn.integration.settings import EXACT, method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -111,7 +112,7 @@ def _needs_of_a_matrix(
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
             yield from ((what, module, location.name) for what in models.matrix_needs(module, is_attention=True))
-        if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
+        if location.window is not None and kind_of(type(module)).hides_window:
             yield "attends to a window of its own that only a mask knows", module, location.name
         size: Any = getattr(config, "attention_chunk_size", None)
         positions = getattr(config, "max_position_embeddings", None)
@@ -189,7 +190,7 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
         )
     is_rectangular = getattr(found.module, "is_rectangular", False)
     check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
-    reads_cache = any(base.__name__ == "DiffusionGemmaDecoderTextAttention" for base in attention.__mro__)
+    reads_cache = kind_of(attention, or_base=True).reads_cache
     if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
         others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
         raise UnsupportedAttentionError(

@@ -24,15 +24,10 @@ from hf_efficient_attn.integration.configs import check_parts, parts_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.inputs import TABLES, check_inputs
 from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation
+from hf_efficient_attn.integration.model_kinds import is_known_code, kind_of
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, method_at, method_of, settings_of
 from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
-
-# Classes that have a form of the same name in `patched`.
-_PATCHED = {
-    "BloomAttention", "LiltSelfAttention", "MPNetEncoder", "MPNetSelfAttention", "MegatronBertSelfAttention",
-    "RemBertSelfAttention", "RoFormerSelfAttention", "TapasSelfAttention",
-}  # fmt: skip
 
 
 def switch(
@@ -95,8 +90,8 @@ def adopt(model: PreTrainedModel) -> None:
     for part in models.models_in(model):  # the innermost last, whose config applies
         for module in part.modules():
             kind = type(module)
-            is_known = kind.__name__ in _PATCHED and kind.__module__.startswith(("transformers.models.", __package__))
-            if is_known and not getattr(module, "is_decoder", False):
+            is_patched = kind_of(kind).is_patched and is_known_code(kind)
+            if is_patched and not getattr(module, "is_decoder", False):
                 from hf_efficient_attn.integration import patched  # it imports the models
 
                 module.__class__ = getattr(patched, kind.__name__)
