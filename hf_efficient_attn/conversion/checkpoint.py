@@ -33,7 +33,7 @@ from hf_efficient_attn.checkpoint.source import (
     check_hub_id,
     provenance,
 )
-from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
+from hf_efficient_attn.conversion.convert import convert, extend_positions, num_positions, requested_settings
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -159,7 +159,7 @@ class Conversion:
         # The hyperparameters that the checkpoint's parameters were learned with.
         entries = as_settings(stored).entries if stored else ()
         present = [entry.config for entry in entries if entry.config.method == method]
-        chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
+        chosen = requested_settings(present[0] if len(present) == 1 else method, layers, hyperparameters)
         with quiet(), refusing(f"{self._method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
             if self._max_length is not None and stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension

@@ -167,7 +167,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         refuse_context_parallel(name, module)
         call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
         method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
-        cached = _cache_layer_of_call(name, method, call, key)
+        cached = _computing_cache_layer(name, method, call, key)
         if cached is None and shards is None:
             check_length_of_mask(name, call.location.name, call.key_mask, key)
         if method is not None:
@@ -186,7 +186,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 distance_bias=call.distance_bias, window=call.window,
             )  # fmt: skip
         else:
-            out = _compute(name, module, method, call, tensors, cached)
+            out = _attend_by_method(name, module, method, call, tensors, cached)
         return out.transpose(1, 2).contiguous(), None
 
     setattr(forward, TAKES_DISTANCE_BIAS, True)
@@ -206,7 +206,7 @@ def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square:
     return method
 
 
-def _cache_layer_of_call(name: str, method: MethodConfig | None, call: LayerCall, key: Tensor) -> MethodLayer | None:
+def _computing_cache_layer(name: str, method: MethodConfig | None, call: LayerCall, key: Tensor) -> MethodLayer | None:
     """The cache layer that computes a call, because it returned other keys than those of all tokens; or None."""
     cached: MethodLayer | None = getattr(key, LAYER, None)
     if cached is not None and call.is_causal and method == cached.method:
@@ -234,7 +234,7 @@ def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor
     )
 
 
-def _compute(
+def _attend_by_method(
     name: str,
     module: nn.Module,
     method: MethodConfig,

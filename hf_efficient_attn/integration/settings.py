@@ -17,7 +17,7 @@ from hf_efficient_attn.integration.layers import Layer, ModuleLocation, check_la
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
-# Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
+# Version 2 has `calibrated_length`. Settings without it are written as version 1, which earlier releases read.
 FORMAT_VERSION = 2
 # Exact attention as `attn_implementation`: the usual name, and all names.
 EXACT = "sdpa"
@@ -35,19 +35,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class EfficientAttentionConfig(KnownFields):
-    """The choice that a model carries in `config.efficient_attention`. Immutable, checked when it is made.
+    """The settings that a model carries in `config.efficient_attention`. Immutable, checked when they are made.
 
-    Two choices are equal if models compute the same with them.
+    Two settings are equal if models compute the same with them.
 
     Args:
         method: a name from `hea.available_methods()` or a method's config. It is also the `attn_implementation` under
-            which the choice applies. For a mix it can be left out and is then the method of the first entry.
+            which the settings apply. For a mix it can be left out and is then the method of the first entry.
         hyperparameters: replace the method's defaults. None for a mix, whose entries contain their own.
         layers: indices of the layers that use the method, or names. A name selects all attention modules whose path in
             the model begins with it ("encoder", "decoder.layers.0"), or which a model calls so (T2T-ViT's "t2t.0"). All
             other layers stay exact. None for all layers. For a mix: dictionaries {"layers": [indices or names],
             "method": name, hyperparameter: value, ...}.
-        calibrated_length: number of tokens of the longest sequence that the errors of this choice were measured on, as
+        calibrated_length: number of tokens of the longest sequence that errors were measured on with these settings, as
             `hea.calibrate` and `analyze` store it; None if they were not measured. The model warns once of a longer
             sequence, because errors grow with the length.
 
@@ -158,7 +158,7 @@ def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
 
 
 def as_settings(value: Any, method: str | None = None) -> EfficientAttentionConfig:
-    """Read a choice from any of its forms: a dictionary, a method's config, or an `EfficientAttentionConfig`."""
+    """Read settings from any of their forms: a dictionary, a method's config, or an `EfficientAttentionConfig`."""
     if isinstance(value, EfficientAttentionConfig):
         return value
     if isinstance(value, MethodConfig):
@@ -245,7 +245,7 @@ def method_at(config: object, name: str | None, location: ModuleLocation) -> Met
 
 @replaced_in_graphs(nothing)
 def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
-    """Warn once for each choice, outside of graphs, of a sequence longer than those that it was calibrated on."""
+    """Warn once for settings, outside of graphs, of a sequence longer than those that they were calibrated on."""
     limit = settings.calibrated_length
     if limit is None or kv_len <= limit or "_warned" in vars(settings):
         return

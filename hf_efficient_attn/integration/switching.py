@@ -49,7 +49,7 @@ def switch(
     try:
         if change_configs is not None:
             change_configs()
-        checked = [(root, _checked(root, names, is_complete)) for root in roots]
+        checked = [(root, _checked_modules(root, names, is_complete)) for root in roots]
         for root, modules in checked:
             _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
     except BaseException:
@@ -57,7 +57,9 @@ def switch(
         raise
 
 
-def _checked(root: PreTrainedModel, names: Mapping[int, str | None], is_complete: bool) -> list[models.AttentionModule]:
+def _checked_modules(
+    root: PreTrainedModel, names: Mapping[int, str | None], is_complete: bool
+) -> list[models.AttentionModule]:
     """The attention modules of a model, after a check of what its configs ask for.
 
     `names` are the implementations that its configs named before, by the ids of the configs.
@@ -68,7 +70,7 @@ def _checked(root: PreTrainedModel, names: Mapping[int, str | None], is_complete
         adopt(root)
     modules = list(models.attention_modules(root))
     if is_switched:
-        # A choice on the config of a composite model goes down to its parts, as `attn_implementation` does.
+        # Settings on the config of a composite model go down to its parts, as `attn_implementation` does.
         stored = root.config.efficient_attention
         for part in parts if stored is not None else ():
             if part.config.efficient_attention is None and method_of(part.config) == stored["method"]:

@@ -78,7 +78,7 @@ def _refuse(method: str, problem: str) -> NoReturn:
 
 
 def _settings(method: str, module: nn.Module) -> EfficientAttentionConfig:
-    """The choice in the config of a module's model, or the method with its default hyperparameters."""
+    """The settings in the config of a module's model, or the method with its default hyperparameters."""
     config = getattr(module, "config", None)
     stored = getattr(config, "efficient_attention", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
