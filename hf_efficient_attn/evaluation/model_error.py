@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_attention_of, forward
+from hf_efficient_attn.integration.attention import required_tensors
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.attend import attend
@@ -152,7 +152,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
 
     def compute(call: Call) -> Tensor:
         if (method := call.chosen(methods[call.module])) is None:
-            return exact_output(call)
+            return exact_attention_of(call)
         return call.compute(method, required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:

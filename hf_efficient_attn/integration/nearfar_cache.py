@@ -15,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.settings import method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.draws import Draws

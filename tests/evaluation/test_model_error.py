@@ -12,7 +12,7 @@ from commands import run
 from each import close, refuses
 from hf_efficient_attn.analysis.matrices import operator_norm
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError, exact_rows
-from hf_efficient_attn.integration.masks import read_mask
+from hf_efficient_attn.integration.inputs import read_mask
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.row_error import RowError, row_error, sample_rows
