@@ -13,7 +13,19 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, save, shown, tokenizer_for, tree
+from helpers.commands import (
+    NOTHING_COMPLETE,
+    TEXT,
+    interrupt,
+    read,
+    refused,
+    run_json,
+    save,
+    shown,
+    tokenizer_for,
+    tree,
+)
+from helpers.encoder_decoders import tiny
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.evaluation import benchmark, capture, comparison, pictures, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -22,7 +34,6 @@ from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
-from test_encoder_decoder import tiny
 from tiny_models import IMAGES, SMALL, T2T_VIT, tiny_model
 
 QUICK = Procedure(rounds=1, memory=False)

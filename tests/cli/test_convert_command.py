@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_efficient_attn as hea
-from commands import command, interrupt, read, refused, run_json, same, shown, tensors, tree
 from each import refuses
+from helpers.commands import command, interrupt, read, refused, run_json, same, shown, tensors, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion

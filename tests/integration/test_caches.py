@@ -16,6 +16,7 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.learned import shake
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
 from hf_efficient_attn.integration.nearfar_cache import NearFarLayer
@@ -26,7 +27,6 @@ from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, empt
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from promises import Memory
 from recipes.benchmarks import cache as recipe
-from test_learned import shake
 from tiny_models import DECODERS, SMALL, decode, generate, output, tiny_batch, tiny_model
 
 STATES = {

@@ -7,7 +7,6 @@ import copy
 import os
 import re
 import time
-import types
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 import processes
 from each import close, few_methods, refuses
-from processes import refused
+from helpers.learned import shake
+from processes import mesh, refused
 from recipes.benchmarks.sequence_parallel import Traffic
-from test_learned import shake
 from tiny_models import tiny_batch, tiny_config, tiny_model
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
@@ -210,10 +209,6 @@ def test_traffic_refusals_and_training(tmp_path):
         # Of each layer the states S (8, 8), Z in 8 columns and a log, of two key heads in two sequences. Of the call,
         # five integers.
         assert numbers_of_bytes == {"all_gather": 2 * 2 * 2 * (8 * (8 + 8) + 1) * 8 + 5 * 8}
-
-
-def mesh(dimensions):
-    return types.SimpleNamespace(ndim=dimensions, mesh_dim_names=("dp", "sp"), get_group=object)
 
 
 @pytest.mark.parametrize(

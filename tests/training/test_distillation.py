@@ -5,6 +5,7 @@ import torch
 
 import hf_efficient_attn as hea
 from each import close, refuses
+from helpers.trainings import HEDGEHOG, batches, values
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
 from hf_efficient_attn.evaluation.progress import Interrupted
 from hf_efficient_attn.methods import make_config
@@ -25,20 +26,6 @@ LEARNING = {
     "nystromformer": ("nystromformer", {"num_landmarks": 8, "conv_kernel_size": 5}),
     "eva": ("eva", {"num_landmarks": 4, "window_size": 4, "proposal": "learned"}),
 }
-HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
-
-
-def batches(family: str = "bert", count: int = 4, **options) -> list[dict]:
-    return [tiny_batch(family, seed=seed, **options) for seed in range(count)]
-
-
-def values(model, learned: bool | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the parameters: those that attention methods learn, those of the model itself, or all."""
-    return {
-        name: p.detach().clone()
-        for name, p in model.named_parameters()
-        if learned in (None, "learned_parameters" in name)
-    }
 
 
 def error_of(model, batch) -> float:
