@@ -47,3 +47,12 @@ def t5(kind: str = "T5"):
             parameter.data.normal_(std=2.0)
     model.generation_config.max_length = None
     return model
+
+
+def musicgen():
+    """A model with three parts: texts are read by a T5, and sound is that of the decoder's codes."""
+    parts = {"text_encoder": transformers.T5Config, "decoder": transformers.MusicgenDecoderConfig}
+    values = {name: kind(**sizes(kind)).to_dict() for name, kind in parts.items()}
+    sound = {"num_filters": 4, "codebook_size": 16, "codebook_dim": 8, "hidden_size": 8, "upsampling_ratios": [2, 2]}
+    values["audio_encoder"] = transformers.EncodecConfig(**sound, target_bandwidths=[1.0]).to_dict()
+    return transformers.MusicgenForConditionalGeneration(transformers.MusicgenConfig(**values)).eval()
