@@ -273,6 +273,16 @@ def test_refusals_come_before_the_first_step(sentence, make_model, stages, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("has_optimizer", "step"), [(True, 0), (False, 0), (False, 7)])
+def test_a_loop_without_trainer_refuses_a_later_stage_in_its_first_call(has_optimizer, step):
+    """It may start with an optimizer, or resume at any step."""
+    model, schedule = decoder(), hea.UptrainingSchedule([("linear", 20), ("nystromformer", None)])
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if has_optimizer else None
+    refuses("no causal form", schedule.step, model, optimizer, step)
+    assert model.config._attn_implementation == "sdpa" and list(model.state_dict()) == names
+
+
 def test_fsdp_is_refused_for_stages_that_learn_other_parameters():
     args, callback = SimpleNamespace(fsdp="full_shard"), hea.UptrainingCallback([("linformer", 2), ("linear", None)])
     words = "do not learn the same parameters.*DistributedDataParallel"
