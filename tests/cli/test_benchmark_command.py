@@ -394,6 +394,10 @@ def test_after_an_interruption_what_is_complete_stays(made, text, tmp_path, monk
     rows = [line.split("|")[1:3] for line in out.splitlines() if line.startswith("| ")]
     labels = [(length.strip(), label.split()[0]) for length, label in rows[1:]]
     assert labels == [("30", "sdpa"), ("30", "kdeformer"), ("30", "longformer"), ("60", "sdpa")]
+    header, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line[:2] == "| ")
+    # A text model without a head has neither a perplexity nor a speed of generation.
+    assert header == ["tokens", "attention", "seconds", "speed-up", "MiB", "error", "output", "cosine"]
+    assert all(cell not in ("", "-") for line in lines for cell in line)
     assert "Not complete. Not measured: kdeformer (block_size=4, num_samples=8) at 60 tokens, longformer" in out
     result = read(tmp_path / "out", "benchmark.json")
     assert (result["complete"], len(result["measurements"]), len(result["left_out"])) == (False, 4, 2)
