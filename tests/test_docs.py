@@ -329,7 +329,7 @@ def test_every_refusal_is_on_a_page(reference, tmp_path):
     text = reference.filled(page, found, seen := set())
     assert "old" not in text and text.endswith("<!-- end -->\nmore\n") and "- --device \\<name>: PyTorch cannot" in text
     assert {module.split("/")[0] for module in seen} == {"kernel", "cli"}
-    with pytest.raises(ValueError, match=r"on no page: .*integration/masks"):
+    with pytest.raises(ValueError, match=r"on no page: .*integration/inputs"):
         reference.pages(tmp_path)
     page.write_text("<!-- refusals nothing -->\n<!-- end -->\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no module nothing"):

@@ -27,12 +27,11 @@ from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison,
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, method_of, settings_of
 from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig
 

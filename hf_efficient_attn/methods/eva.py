@@ -48,8 +48,8 @@ from hf_efficient_attn.ops.control_variates.bidirectional import chunked_attenti
 from hf_efficient_attn.ops.control_variates.causal import chunked_causal_attention
 from hf_efficient_attn.ops.control_variates.chunks import ChunkOptions
 from hf_efficient_attn.ops.control_variates.naive import interval_chunks, summary_attention_naive, window_chunks
-from hf_efficient_attn.ops.draws import normal
-from hf_efficient_attn.ops.shards import Seed, head_slice
+from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.shards import head_slice
 
 _MAPS = ("proposal_query", "proposal_key")
 # The stream of random numbers of the chunks. The levels of groups or intervals use the streams after it.
@@ -98,17 +98,17 @@ class EvaConfig(MethodConfig):
 
 
 def chunk_noise(
-    num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: Seed | None, stream: int, count: int
+    num_heads: int, head_dim: int, dtype: torch.dtype, draws: Draws | None, stream: int, count: int
 ) -> Tensor | None:
-    """Draw standard normal numbers (H, count, D) of chunks; None without a seed.
+    """Draw standard normal numbers (H, count, D) of chunks; None without draws.
 
     The numbers of a chunk depend on its index, not on the number of chunks.
     """
-    if seed is None:
+    if draws is None:
         return None
-    first, total = head_slice(seed, num_heads)
+    first, total = head_slice(draws.seed, num_heads)
     # The numbers are kept for later calls. A power of two of them serves sequences of many lengths.
-    drawn = normal((1 << (count - 1).bit_length(), total, head_dim), seed, _STREAM + stream, device)
+    drawn = draws.normal((1 << (count - 1).bit_length(), total, head_dim), _STREAM + stream)
     return drawn[:count, first : first + num_heads].transpose(0, 1).to(dtype)
 
 
@@ -125,8 +125,8 @@ def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> Chu
     _, num_heads, _, head_dim = query.shape
     dtype = accumulation_dtype(query.dtype)
     query_map, key_map = (None if x is None else x.to(dtype) for x in map(options.parameters.get, _MAPS))
-    drawn = None if config.proposal == "mean" else options.seed
-    draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, query.device, drawn)
+    draws = None if config.proposal == "mean" else Draws(options.seed, query.device)
+    draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, draws)
     sizes = config.window_size, config.num_landmarks
     return ChunkOptions(*sizes, (query_map, key_map), draw, options.scale, options.dropout_p)
 

@@ -30,6 +30,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
 from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features.maps import favor
 from hf_efficient_attn.ops.features.sums import log_weights_naive
@@ -84,7 +85,7 @@ def _plan(
 ) -> tuple[BlockPlan, int]:
     """Plan the near field of (BH, N, D) tokens, and return it with the number of tokens of a block."""
     num_hashes = config.num_hashes if config.near_field == "lsh" and not options.is_causal else 0
-    plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, options.seed)
+    plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, Draws(options.seed, query.device))
     return plan, ceil_div(config.block_size, 2) if options.is_causal else config.block_size
 
 
@@ -92,7 +93,7 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     """Fast form; see `register_method`."""
     is_causal = options.is_causal
     scale, dropout_p = (options.scale, options.dropout_p)
-    features = favor(config.num_features, scale, query.shape[3], options.seed, query.device)
+    features = favor(config.num_features, scale, query.shape[3], Draws(options.seed, query.device))
     if options.distance_bias is not None:
 
         def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
@@ -113,7 +114,7 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
-    features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
+    features = favor(config.num_features, options.scale, query.shape[3], Draws(options.seed, query.device))
 
     def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
         block = torch.arange(key.shape[1], device=key.device) // config.block_size

@@ -35,6 +35,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import draw_numbers, thin, thin_naive
 
@@ -69,9 +70,10 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
     count = config.num_samples
     scale = options.scale
     batch = len(query)
+    draws = Draws(options.seed, query.device)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        token, log_weight = thin(key, value, key_mask, count, scale=scale, seed=options.seed, batch=batch)
+        token, log_weight = thin(key, value, key_mask, count, scale=scale, draws=draws, batch=batch)
         keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
         bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
         return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=options.dropout_p).out[:, 0]
@@ -88,7 +90,7 @@ def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, o
         valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
         if not valid.any():
             continue
-        draws = draw_numbers(int(valid.sum()), count, num_heads, options.seed, query.device)
+        draws = draw_numbers(Draws(options.seed, query.device), int(valid.sum()), count, num_heads)
         for h in range(num_heads):
             keys = key[b, h, valid].double()
             values = value[b, h, valid].double()

@@ -34,6 +34,7 @@ from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import choose_pivots
 from hf_efficient_attn.ops.wildcat import attend_to_coreset, coreset_naive, kernel_scale_of
@@ -79,7 +80,8 @@ def _choose(
     candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))  # (BH, C, D)
     factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
-    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
+    draws = Draws(options.seed, key.device)
+    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, draws=draws, batch=batch)
     return take(candidates, pivot), factor  # (BH, m, D), (BH, 1, 1)
 
 

@@ -8,7 +8,7 @@ ever made, only the bias of some blocks of queries at a time.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -273,14 +273,14 @@ def window_attention(
     size = slice_size(length * numel, query.device)
     recompute = drops or table is not None
 
-    def of_mask(mask: Tensor | None, *tensors: Any) -> Tensor:
+    def of_mask(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Tensor:
         form = functools.partial(_window_and_global, call, mask)
-        return sliced(form, *tensors, size=size, draws=drops, recompute=recompute)
+        return sliced(form, query, key, value, table, size=size, draws=drops, recompute=recompute)
 
     if key_mask is None or exporting_to_onnx():
         mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
-        flat = (x.flatten(0, 1) for x in (query, key, value))
-        out: Tensor = of_mask(mask, *flat, None if table is None else table.repeat(batch, 1))
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # (BH, N, .)
+        out = of_mask(mask, query, key, value, None if table is None else table.repeat(batch, 1))
         unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
         return unflat
     # With a mask each block has its own bias. This computes one sequence at a time, so that all heads share the bias.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import Partial, attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.draws import normal, uniform
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import sliced
 
@@ -120,12 +120,12 @@ def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: Seed, stream:
 
     `first` is the number of the first table, so that tables can be made a few at a time.
     """
-    device = keys.device
+    draws = Draws(seed, keys.device)
     count = family.tables * family.depth
     stream = stream + 3 * first
-    directions = normal((keys.shape[1], count), seed, stream, device)
-    shifts = uniform((count,), seed, _DRAWS * 7 + stream, device)
-    factors = (uniform((2, count), seed, _DRAWS * 8 + stream, device) * 2.0**32).to(torch.int64)
+    directions = draws.normal((keys.shape[1], count), stream)
+    shifts = draws.uniform((count,), _DRAWS * 7 + stream)
+    factors = (draws.uniform((2, count), _DRAWS * 8 + stream) * 2.0**32).to(torch.int64)
     factors = (factors[0] << 32) + factors[1] * 2 + 1
     center = keys.double().mean(0)  # far from the origin, cells would lose their fractions to rounding
     codes, order = _codes(keys.double() - center, directions, shifts, factors, family).sort(1)
@@ -241,12 +241,13 @@ def gaussian_kde(
     depth = max(1, round(0.125 * radius * radius * math.sqrt(math.pi / 2.0)))  # cells are as wide as the radius
     step = max(1, min(tables, _NUMBERS // max(1, max(num_keys, num_queries) * depth)))
     total, squares = torch.zeros(2, num_queries, dtype=torch.float64, device=queries.device)
+    draws = Draws(seed, queries.device)
     query_index = torch.arange(num_queries, device=queries.device)
     for first in range(0, tables, step):
         family = Hash(radius, depth, min(step, tables - first))
         hashed = hash_tables(queries, points, family, seed, stream, first)
         low, size = bucket_bounds(hashed)
-        draw = uniform((family.tables, num_queries), seed, _DRAWS * 9 + stream + 3 * first, queries.device)
+        draw = draws.uniform((family.tables, num_queries), _DRAWS * 9 + stream + 3 * first)
         sorted_index = low + (draw * size).to(torch.int64).clamp(max=size - 1).clamp(min=0)
         key_index = hashed.order.gather(1, sorted_index.clamp(max=num_keys - 1))  # (T, Nq)
         values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()
@@ -301,7 +302,7 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
     num_queries = len(queries)
     num_keys = len(keys)
     device = keys.device
-    numbers = uniform((2, 4096), seed, _BUDGET_SAMPLE, device)
+    numbers = Draws(seed, device).uniform((2, 4096), _BUDGET_SAMPLE)
     query, key = (
         (u * n).to(torch.int64).clamp(max=n - 1) for u, n in zip(numbers, (num_queries, num_keys), strict=True)
     )
@@ -361,7 +362,7 @@ def draw_columns(
     """Draw `draws` (R,) keys for each query (R,): int64 (R, M), and bool (R, M), False for unused and found keys."""
     most = int(draws.max())
     # The first query's number gives each call a stream of its own.
-    numbers = uniform((len(queries), most), seed, stream + 1000 * int(queries.min()), queries.device)
+    numbers = Draws(seed, queries.device).uniform((len(queries), most), stream + 1000 * int(queries.min()))
     key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
     used = torch.arange(most, device=queries.device) < draws[:, None]  # (R, M)
     if len(found):

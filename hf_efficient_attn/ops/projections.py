@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import integers
 from hf_efficient_attn.ops.nystrom import segment_sizes
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -32,8 +32,8 @@ def start_tables(projection_dim: int, max_length: int, init: str, seed: int, str
     """
     if init == "gaussian":
         shape = (max_length, projection_dim)
-        cpu = torch.device("cpu")
-        numbers = [normal(shape, seed, stream, cpu).t() * projection_dim**-0.5 for stream in streams]
+        draws = Draws(seed, torch.device("cpu"))
+        numbers = [draws.normal(shape, stream).t() * projection_dim**-0.5 for stream in streams]
         return [x.to(torch.float32).contiguous() for x in numbers]
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
     ends = sizes.cumsum(0)[:, None]

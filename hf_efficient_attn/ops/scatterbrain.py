@@ -15,12 +15,12 @@ from torch import Tensor
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias, pair_means
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, bias_of, mask_bias
 from hf_efficient_attn.ops.features.maps import Features
 from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, count_of, others, query_state, update_state
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import plan_lsh
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -42,14 +42,14 @@ class BlockPlan(NamedTuple):
 
 @torch.no_grad()
 def plan_blocks(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, seed: Seed
+    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, draws: Draws
 ) -> BlockPlan:
     """Plan the near field of (BH, N, D) tokens: blocks of positions, or of a hash with `num_hashes` hyperplanes."""
     num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
     if not num_hashes:
         order = None if key_mask is None else valid_first(key_mask)
         return BlockPlan(order, order, None, num_valid)
-    near = plan_lsh(query, key, size, key_mask, num_hashes, seed)
+    near = plan_lsh(query, key, size, key_mask, num_hashes, draws)
     # `plan_lsh` gives `size` keys from any start. Take the block that contains most of these keys.
     last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
     block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
@@ -72,8 +72,7 @@ def block_attention(
     length = query.shape[1]
     attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
-        own = BlockPlan(*plan)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, own: BlockPlan) -> Tensor:
         query = query if own.query_order is None else take(query, own.query_order)
         if own.key_order is not None:
             key = take(key, own.key_order)
@@ -88,7 +87,7 @@ def block_attention(
 
     num_features = count_of(features, Tokens(query, key, value, None))
     slices = slice_size(length * max(num_features, 2 * size), query.device)
-    return sliced(some_heads, query, key, value, *plan, size=slices, draws=dropout_p > 0.0)
+    return sliced(some_heads, query, key, value, plan, size=slices, draws=dropout_p > 0.0)
 
 
 def _bidirectional_blocks(
@@ -158,8 +157,7 @@ def biased_block_attention(
     """
     length = query.shape[1]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        own = Bias(*rest)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, own: Bias) -> Tensor:
         query, key, value, position = (pad_to_blocks(x, size) for x in (query, key, value, own.key_position[..., None]))
         valid = (integers(key.shape[1] * size, key.device) < length).view(1, -1, size)  # (1, T, S)
         of_pairs = bias_between(own.table, position[..., 0], position[..., 0]) + mask_bias(valid, key.dtype).unsqueeze(
@@ -173,10 +171,9 @@ def biased_block_attention(
         out = merge(near, query_state(query, FeatureState(far, log), features, dropout_p)).out
         return out.flatten(1, 2)[:, :length]
 
-    positions = (x.expand(len(query), -1) for x in bias[1:])
     rows = slice_size(length * max(4 * size, 2 * key.shape[2]), key.device)
-    table = bias.table.to(accumulation_dtype(key.dtype))
-    return sliced(some_heads, query, key, value, table, *positions, size=rows, draws=dropout_p > 0.0)
+    bias = bias.expanded(len(query), accumulation_dtype(key.dtype))
+    return sliced(some_heads, query, key, value, bias, size=rows, draws=dropout_p > 0.0)
 
 
 def block_bias(bias: Bias, size: int) -> Tensor:

@@ -26,9 +26,8 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, from_float64, widened
-from hf_efficient_attn.ops.draws import draw_sizes, uniform_of_heads
+from hf_efficient_attn.ops.draws import Draws, draw_sizes
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, take, valid_first
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Streams of random numbers: the draws begin at the first, and halving uses the second.
@@ -49,7 +48,7 @@ _TINY = 1e-20
 
 @torch.no_grad()
 def choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, draws: Draws, batch: int, block: int = 64
 ) -> tuple[Tensor, Tensor]:
     """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
 
@@ -63,7 +62,7 @@ def choose_pivots(
         points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
         valid: bool (BH, C), False for candidates that do not exist, or None.
         num_pivots: m, at most C.
-        seed: the seed of the draws.
+        draws: the random numbers.
         batch: B, the number of sequences.
         block: the largest number of pivots that are drawn at a time.
 
@@ -74,7 +73,7 @@ def choose_pivots(
     batch_heads, num_candidates, _ = points.shape
     sizes = draw_sizes(num_pivots, _FIRST_DRAW, 1, block)
     # (draws, H, C)
-    numbers = gumbel(len(sizes), num_candidates, batch_heads // batch, seed, points.dtype, points.device)
+    numbers = gumbel(draws, len(sizes), num_candidates, batch_heads // batch, points.dtype)
 
     def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
         return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
@@ -133,12 +132,10 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
 
 @constant
 @from_float64
-def gumbel(
-    num_draws: int, num_candidates: int, num_heads: int, seed: Seed, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def gumbel(draws: Draws, num_draws: int, num_candidates: int, num_heads: int, dtype: torch.dtype) -> Tensor:
     """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
-    draws = [uniform_of_heads(num_candidates, num_heads, seed, _DRAWS + i, device) for i in range(num_draws)]
-    return -(-torch.stack(draws).mT.log()).log().to(dtype)
+    numbers = [draws.uniform_of_heads(num_candidates, num_heads, _DRAWS + i) for i in range(num_draws)]
+    return -(-torch.stack(numbers).mT.log()).log().to(dtype)
 
 
 def _rounds(kv_len: int, num_samples: int) -> list[tuple[int, int]]:
@@ -154,19 +151,19 @@ def _rounds(kv_len: int, num_samples: int) -> list[tuple[int, int]]:
     return rounds
 
 
-def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, device: torch.device) -> list[Tensor]:
+def draw_numbers(draws: Draws, kv_len: int, num_samples: int, num_heads: int) -> list[Tensor]:
     """Draw float64 numbers in (-1, 1), (H, num_pairs), for each round, the last round first.
 
     The numbers of a round do not depend on earlier rounds, and so not on `kv_len`.
     """
     sizes = [num_pairs for num_pairs, _ in _rounds(kv_len, num_samples)]
-    numbers = uniform_of_heads(sum(sizes), num_heads, seed, _HALVING, device)
+    numbers = draws.uniform_of_heads(sum(sizes), num_heads, _HALVING)
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
 @torch.no_grad()
 def thin(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed, batch: int
+    key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, draws: Draws, batch: int
 ) -> tuple[Tensor, Tensor]:
     """Keep `num_samples` tokens of each head, or all valid tokens if there are not more, without a gradient.
 
@@ -178,7 +175,7 @@ def thin(
         key_mask: bool (BH, Nk), True for valid tokens, or None.
         num_samples: M, less than Nk.
         scale: factor of the scores.
-        seed: seed of the decisions.
+        draws: the random numbers of the decisions.
         batch: B. All sequences of a batch use the same random numbers.
 
     Returns:
@@ -189,7 +186,7 @@ def thin(
     device = key.device
     acc_dtype = accumulation_dtype(key.dtype)
     rounds = _rounds(kv_len, num_samples)
-    draws = draw_numbers(kv_len, num_samples, batch_heads // batch, seed, device)
+    numbers = draw_numbers(draws, kv_len, num_samples, batch_heads // batch)
     num_tokens = torch.full((batch_heads, 1), kv_len, device=device)
     num_tokens = num_tokens if key_mask is None else key_mask.sum(1, keepdim=True)
     # Of n tokens and S >= n places, token j is in place floor(j S / n). A place has 0 or 1 tokens.
@@ -207,7 +204,7 @@ def thin(
     value = value.to(acc_dtype)
     value = value / value.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
     shift = key.square().sum(2).amax(1)  # (BH,)
-    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(draws), strict=True):
+    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(numbers), strict=True):
         # The margin belongs to a failure probability of 1/2, divided among the rounds and the pairs of a round.
         margin = 0.5 + (8.0 * num_pairs * num_rounds).clamp(min=1.0).log()
         missing = -num_pairs % bucket
@@ -277,10 +274,10 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
     return torch.stack(kept, 2).unsqueeze(3).long()
 
 
-def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor], *, scale: float) -> Tensor:
+def thin_naive(key: Tensor, value: Tensor, num_samples: int, numbers: list[Tensor], *, scale: float) -> Tensor:
     """Compute `thin` in the readable form, for float64 keys (Nk, D) and values (Nk, Dv) of one head without padding.
 
-    `draws` are the numbers of this head from `draw_numbers`, (num_pairs,) for each round. Returns float64 (Nk,), how
+    `numbers` are those of this head from `draw_numbers`, (num_pairs,) for each round. Returns float64 (Nk,), how
     many tokens each token stands for; 0 for tokens that are not kept.
     """
     kv_len = len(key)
@@ -291,7 +288,7 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor]
     places = [(0, 0)] * (num_samples << len(rounds))
     for j in range(kv_len):
         places[j * len(places) // kv_len] = (j, 1)
-    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(draws), strict=True):
+    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(numbers), strict=True):
         margin = 0.5 + math.log(8.0 * num_pairs * len(rounds))
         kept = []
         for pair in range(num_pairs):

@@ -312,11 +312,11 @@ def keeping_results(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     if is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return function
 
-    def call(*tensors: Tensor | None) -> Tensor:
+    def call(*arguments: Any) -> Tensor:
         before = getattr(_kept, "results", None)
         _kept.results = iter(tuple(results)) if results else results
         try:
-            return function(*tensors)
+            return function(*arguments)
         finally:
             _kept.results = before
 

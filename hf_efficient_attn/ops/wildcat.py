@@ -10,7 +10,7 @@ from torch.nn.functional import threshold
 
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import in_float64
-from hf_efficient_attn.ops.clusters import RIDGE, regularized_solve, with_ones
+from hf_efficient_attn.ops.clusters import RIDGE, gaussian_kernel, regularized_solve, with_ones
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
@@ -98,11 +98,9 @@ def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> 
     In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
     """
     points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
-    kernel = points @ points.mT
-    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)  # (BH, m, 1)
-    kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
+    log_size = -0.5 * points.square().sum(2, keepdim=True)  # (BH, m, 1)
     weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
-    weighted = regularized_solve(kernel, with_ones(values) * weights, RIDGE)
+    weighted = regularized_solve(gaussian_kernel(points), with_ones(values) * weights, RIDGE)
     # The size of the weights goes into the exponent of the query.
     size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
     return weighted / size, size.log() + log_size

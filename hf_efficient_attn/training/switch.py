@@ -27,11 +27,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.evaluation.capture import Batch, Call, exact_attention_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, get_method, learns
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
@@ -135,7 +134,7 @@ def switch_stage(
     def compute(call: Call) -> Tensor:
         method, parameters = former.get(call.module, (None, {}))
         if (method := call.chosen(method)) is None:
-            return exact_output(call)
+            return exact_attention_of(call)
         # Parameters that the model no longer has did not move with it to another device.
         return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm, option
 from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features.maps import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
 from hf_efficient_attn.ops.features.with_window import (
@@ -100,7 +101,7 @@ def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> Featur
     given = options.parameters
     feature_map = config.feature_map
     return FeatureCall(
-        features_of_maps(feature_map, config.num_features, options.scale, head_dim, options.seed, x.device),
+        features_of_maps(feature_map, config.num_features, options.scale, head_dim, Draws(options.seed, x.device)),
         (given.get(NAMES[0]), given.get(NAMES[1])),
         config.num_features,
         options.scale,

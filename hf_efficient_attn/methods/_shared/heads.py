@@ -11,6 +11,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
 from hf_efficient_attn.ops.index import integers, inverse, take, valid_first
 from hf_efficient_attn.ops.slices import with_zero_gradients
@@ -134,6 +135,15 @@ def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, op
     scale = options.scale
     dropout_p = options.dropout_p
     return biased_exact(query, key, value, None, options.key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
+
+
+def is_training(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    """Whether a call is a step of training, in which no form may depend on the data.
+
+    Reentrant checkpointing first computes without a gradient. A drawn seed, or dropout, still shows training.
+    """
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return needs_grad or options.dropout_p > 0.0 or isinstance(seed_value(options.seed), Tensor)
 
 
 def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:

@@ -84,20 +84,18 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def from_float64(make: _Function) -> _Function:
-    """Decorate a function that makes float64 numbers, and whose last argument is the device of the result.
+    """Decorate a function that makes float64 numbers on the device of its first argument, such as `Draws`.
 
     For a device without float64 it makes them on the CPU, and they are rounded to float32 towards 0. So a seed has the
     same numbers on every device up to rounding, and numbers below 1 stay below 1.
     """
 
     @functools.wraps(make)
-    def call(*arguments: Any, **named: Any) -> Tensor:
-        device = named["device"] if "device" in named else arguments[-1]
-        if wide_dtype(device) == torch.float64:
-            numbers: Tensor = make(*arguments, **named)
+    def call(first: Any, *arguments: Any, **named: Any) -> Tensor:
+        if wide_dtype(first.device) == torch.float64:
+            numbers: Tensor = make(first, *arguments, **named)
             return numbers
-        given = (arguments, named | {"device": _CPU}) if "device" in named else ((*arguments[:-1], _CPU), named)
-        return _rounded(make(*given[0], **given[1])).to(device)
+        return _rounded(make(first._replace(device=_CPU), *arguments, **named)).to(first.device)
 
     return cast(_Function, call)
 

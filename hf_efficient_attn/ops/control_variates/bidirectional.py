@@ -14,6 +14,7 @@ from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.control_variates.chunks import (
     ChunkOptions,
     Chunks,
+    Maps,
     chunk_means,
     chunks_between,
     summarize,
@@ -63,8 +64,8 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkO
     plan = _plan(q_len, key.shape[1], options, accumulation_dtype(key.dtype), device)
     blocks = _query_blocks(q_len, key.shape[1], plan.window, device)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *drawn: Tensor | None) -> Tensor:
-        mean_keys, betas = _summaries(query, key, value, plan, drawn, options.scale)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, maps: Maps, noises: tuple[Tensor | None, ...]) -> Tensor:
+        mean_keys, betas = _summaries((query, key, value), plan, maps, noises, options.scale)
         queries = query if blocks.order is None else query.index_select(1, blocks.order)
         queries = pad_to_blocks(queries, blocks.block_q)  # (BH, S, block_q, D)
         keys = _seen(key, mean_keys, plan)
@@ -73,11 +74,11 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkO
         out = attend(queries, keys, values, bias, scale=options.scale, dropout_p=options.dropout_p).out.flatten(1, 2)
         return out[:, :q_len] if blocks.slot is None else out.index_select(1, blocks.slot)
 
-    noise = (options.draw(i, len(chunks.token)) for i, chunks in enumerate(plan.key_chunks))
-    drawn = options.repeated(batch_heads, *noise)
+    noises = tuple(options.noise(batch_heads, i, len(chunks.token)) for i, chunks in enumerate(plan.key_chunks))
+    maps = options.maps_of(batch_heads)
     pairs = blocks.block_q if keeps_pairs(query, key, plan.bias, options.scale, options.dropout_p) else 0
     size = slice_size(plan.bias.numel() * max(dim, value.shape[2], pairs), device)
-    return sliced(some_heads, query, key, value, *drawn, size=size, draws=options.dropout_p > 0.0)
+    return sliced(some_heads, query, key, value, maps, noises, size=size, draws=options.dropout_p > 0.0)
 
 
 def _plan(q_len: int, kv_len: int, options: ChunkOptions, dtype: torch.dtype, device: torch.device) -> _Plan:
@@ -132,19 +133,19 @@ def _query_blocks(q_len: int, kv_len: int, window: int, device: torch.device) ->
 
 
 def _summaries(
-    query: Tensor, key: Tensor, value: Tensor, plan: _Plan, drawn: tuple[Tensor | None, ...], scale: float
+    tensors: tuple[Tensor, Tensor, Tensor], plan: _Plan, maps: Maps, noises: tuple[Tensor | None, ...], scale: float
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Summarize the chunks, and the groups of each level: mean keys (BH, C, D) and estimated values (BH, C, Dv).
 
-    `drawn` are the two maps and the noise of the chunks and of each level, from `ChunkOptions.repeated`.
+    `tensors` are queries, keys and values (BH, N, .). There is noise for the chunks and for each level.
     """
-    query_map, key_map, *noises = drawn
+    query, key, value = tensors
     mean_keys = []
     betas = []
     for query_part, key_part, noise in zip(plan.query_chunks, plan.key_chunks, noises, strict=True):
         means = chunk_means(query_part.take(query), query_part.valid)
         tokens = key_part.take(key), key_part.take(value)
-        mean_key, beta = summarize(means, tokens, key_part.valid, (query_map, key_map), noise, scale)
+        mean_key, beta = summarize(means, tokens, key_part.valid, maps, noise, scale)
         mean_keys.append(mean_key)
         betas.append(beta)
     return mean_keys, betas

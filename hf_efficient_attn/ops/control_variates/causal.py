@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.control_variates.chunks import ChunkOptions, chunk_means, summarize
+from hf_efficient_attn.ops.control_variates.chunks import ChunkOptions, Maps, chunk_means, summarize
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks
 from hf_efficient_attn.ops.sampled_keys.causal import sampled_intervals
@@ -55,7 +55,7 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
     pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
     near_bias = mask_bias(pairs, key.dtype)[None, None]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *drawn: Tensor | None) -> Tensor:
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, maps: Maps, noises: tuple[Tensor | None, ...]) -> Tensor:
         queries, keys, values = (pad_to_blocks(x, block) for x in (query, key, value))  # (BH, T, block, .)
         first, queries = queries.split((1, queries.shape[1] - 1), 1)
         out = attend_to(first, keys[:, :1], values[:, :1], near_bias[..., block:]).out  # (BH, 1, block, Dv)
@@ -64,19 +64,18 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
             near = attend_to(queries, keys, values, near_bias)  # (BH, T - 1, block, Dv)
             if levels:
                 summaries = [
-                    _interval_summaries(
-                        (query, key, value), level, levels[-1].num_chunks, drawn[:2], noise, options.scale
-                    )
-                    for level, noise in zip(levels, drawn[2:], strict=True)
+                    _interval_summaries((query, key, value), level, levels[-1].num_chunks, maps, noise, options.scale)
+                    for level, noise in zip(levels, noises, strict=True)
                 ]
                 keys, values, bias = (torch.cat(x, 1) for x in zip(*summaries, strict=True))
                 near = merge(near, _far_partial(queries, keys, values, bias, levels, attend_to))
             out = torch.cat((out, near.out), 1)
         return out.flatten(1, 2)[:, :length]  # (BH, N, Dv)
 
-    drawn = options.repeated(batch_heads, *(options.draw(i, level.num_chunks) for i, level in enumerate(levels, 1)))
+    noises = tuple(options.noise(batch_heads, i, level.num_chunks) for i, level in enumerate(levels, 1))
+    maps = options.maps_of(batch_heads)
     size = slice_size(2 * value[0].numel(), device)
-    return sliced(some_heads, query, key, value, *drawn, size=size, draws=options.dropout_p > 0.0)
+    return sliced(some_heads, query, key, value, maps, noises, size=size, draws=options.dropout_p > 0.0)
 
 
 def _far_partial(
@@ -110,7 +109,7 @@ def _interval_summaries(
     tokens: tuple[Tensor, ...],
     level: Level,
     most: int,
-    maps: tuple[Tensor | None, ...],
+    maps: Maps,
     noise: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,9 @@ from torch import Tensor
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.index import integers
 
+# Learned maps of mean queries and of mean keys, or two times None.
+Maps = tuple[Tensor | None, Tensor | None]
+
 
 class ChunkOptions(NamedTuple):
     """Options of both forms.
@@ -30,15 +33,20 @@ class ChunkOptions(NamedTuple):
 
     window_size: int
     num_landmarks: int
-    maps: tuple[Tensor | None, Tensor | None]
+    maps: Maps
     draw: Callable[[int, int], Tensor | None]
     scale: float
     dropout_p: float
 
-    def repeated(self, batch_heads: int, *drawn: Tensor | None) -> list[Tensor | None]:
-        """Repeat the maps, and drawn numbers (H, count, D), for every batch row: (BH, ., D)."""
-        given = (*self.maps, *drawn)
-        return [None if x is None else x.repeat(batch_heads // len(x), 1, 1) for x in given]
+    def maps_of(self, batch_heads: int) -> Maps:
+        """Repeat the maps for every batch row: (BH, D, D) each."""
+        query_map, key_map = (None if x is None else x.repeat(batch_heads // len(x), 1, 1) for x in self.maps)
+        return query_map, key_map
+
+    def noise(self, batch_heads: int, stream: int, count: int) -> Tensor | None:
+        """Draw numbers for every batch row: (BH, count, D)."""
+        drawn = self.draw(stream, count)
+        return None if drawn is None else drawn.repeat(batch_heads // len(drawn), 1, 1)
 
 
 class Chunks(NamedTuple):
@@ -79,7 +87,7 @@ def summarize(
     mean_query: Tensor,
     tokens: Sequence[Tensor],
     valid: Tensor | None,
-    maps: Sequence[Tensor | None],
+    maps: Maps,
     noise: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:

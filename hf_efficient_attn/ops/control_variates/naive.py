@@ -23,7 +23,8 @@ class NaiveChunk(NamedTuple):
 def window_chunks(position: Tensor, options: ChunkOptions) -> tuple[Tensor, list[NaiveChunk]]:
     """Return the near field, bool (N, N), and the chunks of the bidirectional form, for the positions (N,) of keys."""
     num_keys = len(position)
-    window_size, num_landmarks = options[:2]
+    window_size = options.window_size
+    num_landmarks = options.num_landmarks
     window = position // window_size
     num_windows = max(1, ceil_div(num_keys, window_size))
     chunks = []
@@ -91,7 +92,8 @@ def summary_attention_naive(
         queries = query[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
         means = (queries.mean(1), key[:, start:stop].mean(1))
         some = root * key[:, start:stop]
-        *maps, noise = options.repeated(batch_heads, options.draw(stream, number + 1))
+        maps = options.maps_of(batch_heads)
+        noise = options.noise(batch_heads, stream, number + 1)
         mu = [x if w is None else torch.einsum("hde,he->hd", w.double(), x) for x, w in zip(means, maps, strict=True)]
         omega = root * (mu[0] * (1 if options.scale >= 0 else -1) + mu[1])
         omega = omega if noise is None else omega + noise[:, number]

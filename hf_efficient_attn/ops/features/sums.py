@@ -58,6 +58,11 @@ class Tokens(NamedTuple):
     value: Tensor
     key_mask: Tensor | None
 
+    def reversed(self) -> "Tokens":
+        """Return the tokens in reverse order."""
+        mask = None if self.key_mask is None else self.key_mask.flip(1)
+        return Tokens(self.query.flip(1), self.key.flip(1), self.value.flip(1), mask)
+
 
 def union(*states: FeatureState) -> FeatureState:
     """Merge states into the state of all their tokens."""
@@ -362,8 +367,7 @@ def features_beyond(
     earlier = causal(_moved(tokens, distance), features, dropout_p, state)
     if is_causal:
         return [earlier]
-    reverse = Tokens(*(None if x is None else x.flip(1) for x in tokens))  # type: ignore[arg-type]
-    later = causal(_moved(reverse, distance), features, dropout_p)
+    later = causal(_moved(tokens.reversed(), distance), features, dropout_p)
     return [earlier, Partial(*(x.flip(1) for x in later))]
 
 

@@ -24,9 +24,16 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import Partial, safe_row_max
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.clusters import candidate_positions, regularized_solve
+from hf_efficient_attn.ops.clusters import (
+    candidate_positions,
+    cluster_sums,
+    gaussian_kernel,
+    lloyd_step,
+    nearest,
+    regularized_solve,
+)
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.thinning import choose_pivots
 
@@ -74,7 +81,7 @@ def add_keys(
     mask: Tensor | None = None,
     *,
     scale: float,
-    seed: Seed,
+    draws: Draws,
     batch: int,
 ) -> GrowingCoreset:
     """Add keys to a coreset.
@@ -85,7 +92,7 @@ def add_keys(
         value: (BH, N, Dv), finite.
         mask: bool (BH, N), True for the keys to add, or None for all.
         scale: factor of the scores of attention.
-        seed: the seed of the pivots.
+        draws: the random numbers of the pivots.
         batch: B, the number of sequences.
 
     Returns:
@@ -108,7 +115,7 @@ def add_keys(
     num_landmarks = coreset.key.shape[1]
     exists = count[..., 0] > 0
     position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))
-    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
+    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, draws=draws, batch=batch)
     start = take(x, position.gather(1, pivot))  # (BH, m, D)
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
@@ -150,28 +157,19 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
     It is made from scaled points x (BH, N, D) with clusters and weights (BH, N, Dv + 1), and begins with pivots
     (BH, m, D), of which those that are `selected`, bool (BH, m), exist.
     """
-    count = clusters[..., -1:]
+    count = clusters[..., -1:]  # (BH, N, 1)
+    terms = torch.cat((count * x, count), 2)
     for _ in range(_NUM_REFINEMENTS):
-        members = _members(x, landmark, selected)
-        number = members @ count
-        landmark = torch.where(number > 0, members @ (count * x) / number.clamp(min=1.0), landmark)
-    members = _members(x, landmark, selected)
-    number = members @ count  # (BH, m, 1), (BH, m, Dv + 1)
-    cluster = members @ clusters
+        landmark = lloyd_step(x, terms, landmark, selected)
+    cluster = cluster_sums(nearest(x, landmark, selected), clusters, landmark.shape[1])  # (BH, m, Dv + 1)
+    number = cluster[..., -1:]
     alive = (number > 0).to(x.dtype)  # (BH, m, 1)
     landmark = landmark * alive
     half = 0.5 * (landmark * landmark).sum(2, keepdim=True)
-    kernel = (landmark @ landmark.mT - half - half.mT).clamp(max=0.0).exp() * alive * alive.mT
+    kernel = gaussian_kernel(landmark) * alive * alive.mT
     kernel = kernel + torch.diag_embed(1.0 - alive.squeeze(2))
     missing = alive * ((landmark @ x.mT - half).exp() @ weights) - kernel @ (half.exp() * cluster)
     nystrom = cluster + (-half).exp() * regularized_solve(kernel, missing, _RIDGE)
     bound = _LARGEST_WEIGHT * cluster.abs().sum(1, keepdim=True).amax(2, keepdim=True)
     safe = nystrom.abs().amax((1, 2), keepdim=True) <= bound
     return torch.cat((landmark, cluster, torch.where(safe, nystrom, cluster)), 2)
-
-
-def _members(x: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
-    """Mark the points (BH, N, D) whose nearest landmark is landmark i by 1 in row i, and others by 0: (BH, m, N)."""
-    closeness = landmark @ x.mT - 0.5 * (landmark * landmark).sum(2, keepdim=True)
-    nearest = closeness.masked_fill(~selected.unsqueeze(2), -torch.inf).argmax(1, keepdim=True)
-    return torch.zeros_like(closeness).scatter_(1, nearest, 1.0)

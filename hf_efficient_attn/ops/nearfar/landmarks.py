@@ -17,10 +17,17 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.backends.devices import widened
-from hf_efficient_attn.ops.clusters import cluster_sums, even_positions, identity, middle_positions, nearest
-from hf_efficient_attn.ops.draws import draw_sizes, seed_value
+from hf_efficient_attn.ops.clusters import (
+    cluster_means,
+    cluster_sums,
+    even_positions,
+    identity,
+    matrix_power,
+    middle_positions,
+    nearest,
+)
+from hf_efficient_attn.ops.draws import Draws, draw_sizes
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.thinning import gumbel
 
@@ -40,7 +47,7 @@ _LEAST_LEFT = 1e-12
 _GROWING = 64, 3, 2**31
 
 
-class CoresetOptions(NamedTuple):
+class NearFarOptions(NamedTuple):
     """Options for the choice of landmarks and near keys.
 
     Attributes:
@@ -53,7 +60,7 @@ class CoresetOptions(NamedTuple):
         near_share: a head has near keys if landmarks alone miss more than this share of its output, measured on the
             probes. With 0, or without probes, all heads have them; with 1 none has.
         scale: factor of the attention scores.
-        seed: seed of the draw of the keys that the clusters begin with.
+        draws: the random numbers by which the keys are drawn that the clusters begin with.
         dropout_p: probability of dropping a weight from the numerator.
     """
 
@@ -65,7 +72,7 @@ class CoresetOptions(NamedTuple):
     num_groups: int
     near_share: float
     scale: float
-    seed: Seed
+    draws: Draws
     dropout_p: float = 0.0
 
     @property
@@ -88,12 +95,12 @@ class Landmarks(NamedTuple):
     choice: Tensor
 
 
-def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
+def gumbel_numbers(count: int, num_candidates: int, draws: Draws, dtype: torch.dtype) -> Tensor:
     """Draw standard Gumbel numbers (draws, 1, C) for `draw_apart`. The numbers of a candidate do not depend on C.
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
-    return gumbel(len(draw_sizes(count, *_GROWING)), num_candidates, 1, seed_value(seed), like.dtype, like.device)
+    return gumbel(draws._replace(seed=draws.value), len(draw_sizes(count, *_GROWING)), num_candidates, 1, dtype)
 
 
 @torch.no_grad()
@@ -133,7 +140,7 @@ def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Ten
     return torch.cat(picked, 1)
 
 
-def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Landmarks:
+def choose_landmarks(query: Tensor, key: Tensor, options: NearFarOptions) -> Landmarks:
     """Choose landmarks for queries (BH, Nq, D) and centered keys (BH, Nk, D): weighted means of clusters of candidates.
 
     The clusters have no gradient. The means have one.
@@ -143,7 +150,7 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     count = options.num_samples
     if key.shape[1] > options.num_candidates:
         key = key.index_select(1, even_positions(key.shape[1], options.num_candidates, key.device))
-    numbers = gumbel_numbers(count, key.shape[1], options.seed, key)
+    numbers = gumbel_numbers(count, key.shape[1], options.draws, key.dtype)
     points = key * options.root  # (BH, C, D)
     size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
     size = size - size.amax(1, keepdim=True)
@@ -154,7 +161,8 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
         pivot = draw_apart(points, size[..., 0], numbers, count)
         cluster = nearest(points, take(points, pivot))
         for _ in range(1, options.num_refinements):
-            cluster = nearest(points, options.root * _means(cluster_sums(cluster, terms, count), take(key, pivot)))
+            means = cluster_means(cluster_sums(cluster, terms, count), take(key, pivot))
+            cluster = nearest(points, options.root * means)
         return torch.cat((pivot, cluster), 1)
 
     with torch.no_grad():
@@ -162,14 +170,8 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     pivot, cluster = choice.split((count, key.shape[1]), 1)
     landmarks = take(key, pivot)  # (BH, m, D)
     if options.num_refinements:
-        landmarks = _means(cluster_sums(cluster, terms, count), landmarks)
+        landmarks = cluster_means(cluster_sums(cluster, terms, count), landmarks)
     return Landmarks(landmarks, torch.add(tilt, landmarks, alpha=options.root**2), choice)
-
-
-def _means(sums: Tensor, first: Tensor) -> Tensor:
-    """Divide sums of weighted keys by sums of weights: the means of clusters, or `first` for an empty cluster."""
-    weight = sums[..., -1:]
-    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), first)
 
 
 class Represented(NamedTuple):
@@ -207,7 +209,7 @@ def represent(
     return Represented(sums[..., :-1] / total, total.squeeze(2).log() + largest, own, bias)
 
 
-def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
+def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: NearFarOptions) -> tuple[Tensor, Tensor]:
     """Compute the landmarks (m, D) and the tilt (D,) of a head in the readable form, with its choice of clusters."""
     root = options.root
     m = options.num_samples
@@ -225,7 +227,7 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: Coreset
 
 
 def scores_naive(
-    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: CoresetOptions
+    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: NearFarOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute scores of queries (Nq, D) for keys (Nk, D), exactly and by the landmark of each key, `own` (Nk, D)."""
     of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)
@@ -316,9 +318,8 @@ def _halves(points: Tensor, levels: int) -> Tensor:
     for _ in range(levels):
         x = torch.embedding(points, order)  # (groups, members, F)
         x = x - x.mean(1, keepdim=True)
-        power = torch.bmm(x.mT, x)  # (groups, F, F)
-        for _ in range(2):  # five steps of the power method, from the direction in which all points vary most
-            power = torch.bmm(power, power)
+        # Five steps of the power method, from the direction in which all points vary most.
+        power = matrix_power(torch.bmm(x.mT, x), 2, rescales=False)  # (groups, F, F)
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
         order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
     return order.view(batch_heads, length) % length

@@ -7,14 +7,14 @@ gradient. The readable form, `dense_log_weights`, uses the same plan.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import GatheredKeys, gathered_attention
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.draws import offsets, uniform
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, plan_lsh
@@ -28,7 +28,6 @@ from hf_efficient_attn.ops.sampled_keys.sampling import (
     sample_keys,
     sample_outside,
 )
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import strata, stratified_ranks
 
@@ -90,7 +89,7 @@ def make_plan(
             before = (near.num_keys - near.block_k).clamp(min=0)
             near = near._replace(start=torch.where(short, before, near.start))
         num_blocks = 1 if options.shared else near.start.shape[1]
-        offset = offsets(query.shape[0] // options.batch, options.seed, _SAMPLES, query.device).unsqueeze(1)
+        offset = options.draws.offsets(query.shape[0] // options.batch, _SAMPLES).unsqueeze(1)
         offset = (offset + _TURN * integers(num_blocks, query.device).to(offset.dtype)).frac().repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
@@ -150,15 +149,16 @@ def plan_near_field(
     tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
     or 64 rows, changes little; 16 rows are too few for DeiT.
     """
-    kind, block_k, num_hashes, block_q = options[:4]
-    if kind == "lsh":
-        return plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, block_q), None
-    window = plan_window(query, key, block_k, key_mask, block_q)
-    if kind == "window":
+    block_k = options.block_size
+    num_hashes = options.num_hashes
+    if options.near_field == "lsh":
+        return plan_lsh(query, key, block_k, key_mask, num_hashes, options.draws, options.block_q), None
+    window = plan_window(query, key, block_k, key_mask, options.block_q)
+    if options.near_field == "window":
         return window, None
-    lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, window.block_q)
+    lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.draws, window.block_q)
     assert lsh.query_order is not None and lsh.key_order is not None
-    ranks, valid = _spread_queries(window, query.shape, num_rows, options.seed, query.device)
+    ranks, valid = _spread_queries(window, query.shape, num_rows, options.draws)
     positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
     weights = row_weights(query, key, positions, key_mask, options)
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
@@ -184,9 +184,7 @@ def plan_near_field(
     return near, ExactRows(choose(ranks, of_lsh), of_rows, weights, valid)
 
 
-def _spread_queries(
-    window: NearField, shape: torch.Size, num_rows: int, seed: Seed, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def _spread_queries(window: NearField, shape: torch.Size, num_rows: int, draws: Draws) -> tuple[Tensor, Tensor | None]:
     """Choose evenly spread queries, the same in every head, by rank among the valid queries: int64 (BH, R).
 
     Also returns bool (BH, R), False for rows without a query, if there are fewer queries than rows; None if all exist.
@@ -194,11 +192,11 @@ def _spread_queries(
     """
     count = min(num_rows, shape[1])
     num_queries = window.num_queries
-    offset = uniform((1, count), seed, _ROWS, device)
+    offset = draws.uniform((1, count), _ROWS)
     if isinstance(num_queries, int):
         return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
     sampled = num_queries.clamp(1, count)
-    step = integers(count, device)
+    step = integers(count, draws.device)
     ranks = strata(step, offset, num_queries, sampled)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
 
@@ -238,7 +236,7 @@ def probe_norms(
     batch_heads = query.shape[0]
     group = query_groups(near, groups)
     if rows is None:
-        offset = offsets(batch_heads // options.batch, options.seed, _PROBES, query.device).repeat(options.batch)
+        offset = options.draws.offsets(batch_heads // options.batch, _PROBES).repeat(options.batch)
         # The first block of each group, and the end of the last one.
         first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))
         bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)
@@ -330,18 +328,20 @@ def near_far_attention(
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 
-    def some_heads(*tensors: Any) -> Tensor:
-        query, key, value, index, bias, order, table = tensors
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, table: Tensor | None) -> Tensor:
         if table is not None:
+            order = keys.query_order
             position = integers(query.shape[1], query.device)[None] if order is None else order  # (1 or BH, Nq)
             position = pad_to_blocks(position.unsqueeze(2), near.block_q).squeeze(3)  # (1 or BH, T, block_q)
-            bias = bias + bias_between(table, position, index)  # (BH, T, block_q, block_k + M)
-        gathered = GatheredKeys(index, bias, near.block_q, order)
-        return gathered_attention(query, key, value, gathered, scale=options.scale, dropout_p=dropout_p)
+            bias = keys.bias + bias_between(table, position, keys.key_index)  # (BH, T, block_q, block_k + M)
+            keys = keys._replace(bias=bias)
+        return gathered_attention(query, key, value, keys, scale=options.scale, dropout_p=dropout_p)
 
-    tensors = query, key, value, index, bias, near.query_order, table
+    keys = GatheredKeys(index, bias, near.block_q, near.query_order)
     size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=table is not None)
+    return sliced(
+        some_heads, query, key, value, keys, table, size=size, draws=dropout_p > 0.0, recompute=table is not None
+    )
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
@@ -358,7 +358,9 @@ def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -
         for t, start in enumerate(near.start[a].tolist()):
             block = queries[t * near.block_q : (t + 1) * near.block_q, None]
             sample = min(t, far.sorted_index.shape[1] - 1)
-            for index, log_weight in zip(*(x[a, sample].tolist() for x in far[:2]), strict=True):
+            for index, log_weight in zip(
+                *(x[a, sample].tolist() for x in (far.sorted_index, far.log_weight)), strict=True
+            ):
                 # logaddexp, because independent sampling may select a key twice.
                 old = weights[a, block, keys[index]]
                 weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))

@@ -25,7 +25,6 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
-from hf_efficient_attn.ops.draws import offsets, seed_value
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys
@@ -118,7 +117,7 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     if callable(options.scores):
         norms = _interval_norms(query.flatten(0, 1), key.flatten(0, 1), options).to(acc_dtype)
     elif options.scores == "probe":
-        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
+        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
         if key.dtype == torch.float16:  # has no fast product on CPUs
             probes = probes.float()
@@ -136,15 +135,13 @@ def _interval_norms(query: Tensor, key: Tensor, options: SamplingOptions) -> Ten
     norms = options.scores
     pairs = zip(query, key, strict=True)
     assert callable(norms)
-    logs = [norms(*split_scale_evenly(q, k, options.scale), seed_value(options.seed))[0] for q, k in pairs]
+    logs = [norms(*split_scale_evenly(q, k, options.scale), options.draws.value)[0] for q, k in pairs]
     return torch.stack(logs).unsqueeze(1).exp_()
 
 
-def _ranks(
-    options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
-) -> Tensor:
+def _ranks(options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int) -> Tensor:
     """Draw one index in each of `count` equal strata of `length` tokens, by an offset per head: int64 (BH, count)."""
-    offset = offsets(batch_heads // options.batch, options.seed, stream, device).unsqueeze(1)
+    offset = options.draws.offsets(batch_heads // options.batch, stream).unsqueeze(1)
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
@@ -179,19 +176,19 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
             if is_even or not 0 < num_samples < length:
                 # Take one key of each of equal strata, or every key if there are as many samples.
                 taken = min(num_samples, length)
-                index = _ranks(options, batch_heads, taken, length, stream, device).unsqueeze(1).expand(-1, count, -1)
+                index = _ranks(options, batch_heads, taken, length, stream).unsqueeze(1).expand(-1, count, -1)
                 log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
                 far = FarField(index, log_weight.expand_as(index))
             else:
                 scores = _interval_scores(queries, keys, values, level, options)
-                offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
+                offset = options.draws.offsets(batch_heads // options.batch, stream).repeat(options.batch)
                 offset = offset.repeat_interleave(count).unsqueeze(1)
                 far = sample_keys(scores, offset, options._replace(num_samples=num_samples))
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
                 block_k = max(1, block_size // 2)
-                hashed = (num_hashes, options.seed)
+                hashed = (num_hashes, options.draws)
                 sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
                 # The rank of the query's cell is its sorting key without the share of its position.
                 seeing = _seen_by(later, count, length)
@@ -228,32 +225,28 @@ def causal_near_far_attention(
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
     exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, plans: tuple[IntervalPlan, ...]) -> Tensor:
         near = _near_partial(query, key, value, block_size, call)
         queries = _later_queries(query, block_size)
         parts = []
-        for i, plan in enumerate(plans):
-            index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            count = index.shape[1]
+        for plan in plans:
+            count = plan.sample_index.shape[1]
             length = block_size << plan.level
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
-            if query_block is None:
-                index = index + (integers(count, key.device) * 2 * length)[:, None]
+            if plan.query_block is None:
+                index = plan.sample_index + (integers(count, key.device) * 2 * length)[:, None]
                 keys = take(key, index)  # (BH, J, M, .)
                 values = take(value, index)
-                part = attend(seeing, keys, values, log_weight.unsqueeze(2), **call)
+                part = attend(seeing, keys, values, plan.log_weight.unsqueeze(2), **call)
             else:
-                own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
-                part = _hashed_and_sampled(seeing, keys, values, own, call)
+                part = _hashed_and_sampled(seeing, keys, values, plan, call)
             parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
-    tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
-    return torch.cat(
-        (exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=options.dropout_p > 0.0)), 1
-    )
+    far = sliced(some_heads, query, key, value, tuple(plans), size=size, draws=options.dropout_p > 0.0)
+    return torch.cat((exact, far), 1)
 
 
 def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, call: dict[str, Any]) -> Partial:

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, wide_dtype, widened
-from hf_efficient_attn.ops.draws import seed_value, uniform
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.strata import independent_sample, strata, systematic_sample
 
 # The operator norm of V is estimated from at least this many values.
@@ -44,7 +43,7 @@ class SamplingOptions(NamedTuple):
         num_probes: number of queries from which "probe" estimates the norms.
         independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
         scale: factor of the attention scores.
-        seed: seed of the hash and of the samples.
+        draws: the random numbers of the hash and of the samples.
         batch: B. Sequences of a batch use the same random numbers.
         groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
         shared: whether all blocks of queries share one sample instead of having one each.
@@ -61,7 +60,7 @@ class SamplingOptions(NamedTuple):
     num_probes: int
     independent: bool
     scale: float
-    seed: Seed
+    draws: Draws
     batch: int
     groups: int = 1
     shared: bool = False
@@ -205,7 +204,7 @@ def density_norms(
             continue
         valid_query = valid if is_same else torch.ones_like(query[a, :, 0], dtype=torch.bool)
         queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], options.scale)
-        found = norms(queries[valid_query], keys[valid], seed_value(options.seed))
+        found = norms(queries[valid_query], keys[valid], options.draws.value)
         log_norms, log_sums = (x.double() for x in found)
         logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
         order = integers(len(logs), key.device) if near.query_order is None else near.query_order[a]
@@ -229,7 +228,7 @@ def sample_keys(scores: Tensor, offset: Tensor, options: SamplingOptions, group:
     """
     num_samples = options.num_samples
     if options.independent:
-        numbers = uniform((num_samples,), options.seed, _INDEPENDENT, scores.device) + offset.unsqueeze(2)
+        numbers = options.draws.uniform((num_samples,), _INDEPENDENT) + offset.unsqueeze(2)
         index, log_weight = independent_sample(scores, num_samples, numbers.frac(), group)
     else:
         probabilities = inclusion_probabilities(scores, num_samples)
