@@ -17,9 +17,10 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.exact import WindowCall, dense_softmax, window_attention, window_bias
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
+from hf_efficient_attn.ops.windows import WindowCall, window_attention, window_bias
 
 
 @dataclass(frozen=True, kw_only=True)

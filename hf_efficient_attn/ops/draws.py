@@ -79,6 +79,16 @@ class Draws(NamedTuple):
         return self.uniform((count, total), stream)[:, first : first + num_heads]
 
 
+def uniform(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """`Draws.uniform`, for methods in files of users."""
+    return Draws(seed, device).uniform(shape, stream)
+
+
+def normal(shape: tuple[int, ...], seed: Seed, stream: int, device: torch.device) -> Tensor:
+    """`Draws.normal`, for methods in files of users."""
+    return Draws(seed, device).normal(shape, stream)
+
+
 def _uniform(draws: Draws, shape: tuple[int, ...], stream: int) -> Tensor:
     start: Any = draws.value * 0x9E3779B1 + stream * 0x7F4A7C15  # an integer is mixed on the host
     bits = _mix(_mix(integers(math.prod(shape), draws.device) + 1) + _mix(_mix(start) + stream + 1))

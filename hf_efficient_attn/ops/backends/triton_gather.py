@@ -6,8 +6,8 @@ Gimelshein 2018). The backward computes the weights anew from the lse, as in Fla
 share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
 inputs' dtype and float32 sums.
 
-Only `hf_efficient_attn.ops.slices` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
-in the environment before the first import of Triton, the kernels run on the CPU.
+Only `hf_efficient_attn.ops.backends.triton` imports this module, and only for tensors that it computes. With
+TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
 from typing import Any
@@ -79,6 +79,20 @@ def _load_rows(matrix, row, exists, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _store_rows(matrix, row, exists, x, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Store x (., PADDED) in rows of a matrix (., DIM), except rows that do not exist."""
+    dims = tl.arange(0, PADDED)
+    tl.store(matrix + row[:, None] * DIM + dims, x.to(matrix.dtype.element_ty), exists[:, None] & (dims < DIM))
+
+
+@triton.jit
+def _add_to_rows(matrix, row, used, x, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Add x (., PADDED) to rows of a float32 matrix (., DIM), which other programs change at the same time."""
+    dims = tl.arange(0, PADDED)
+    tl.atomic_add(matrix + row[:, None] * DIM + dims, x, used[:, None] & (dims < DIM), sem="relaxed")
+
+
+@triton.jit
 def _keys_of_step(index, log_weight, entries, exists):
     """Load positions of keys, their log-weights as exponents of two, and which keys have a weight."""
     weight = tl.load(log_weight + entries, mask=exists, other=float("-inf")) * _LOG2_E
@@ -112,8 +126,7 @@ def _forward_kernel(
     UPCAST: tl.constexpr,
 ):
     head, block, row, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
-    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM)
-    queries = queries.to(key.dtype.element_ty)
+    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
     scale = scale * _LOG2_E
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -135,9 +148,7 @@ def _forward_kernel(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     tl.store(lse + row, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
-    dims = tl.arange(0, PADDED_VALUE_DIM)
-    outs = out + row[:, None] * VALUE_DIM + dims
-    tl.store(outs, (sums / total[:, None]).to(out.dtype.element_ty), exists[:, None] & (dims < VALUE_DIM))
+    _store_rows(out, row, exists, sums / total[:, None], VALUE_DIM, PADDED_VALUE_DIM)
 
 
 @triton.jit
@@ -174,8 +185,7 @@ def _backward_kernel(
     UPCAST: tl.constexpr,
 ):
     head, block, row, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
-    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM)
-    queries = queries.to(key.dtype.element_ty)
+    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
     grad = _load_rows(grad_out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
     outs = _load_rows(out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
     # d scores = P * (grad_out . v_j - grad_out . out + grad_lse) with P = exp(scores - lse). P = 0 without any key.
@@ -191,21 +201,17 @@ def _backward_kernel(
         values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * (scale * _LOG2_E) + weight[None, :]
         weights = tl.exp2(scores - own_lse[:, None])  # (BLOCK_M, BLOCK_N)
-        own = (head * kv_len + positions)[:, None]
-        dims = tl.arange(0, PADDED_VALUE_DIM)
+        own = head * kv_len + positions
         some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)  # (BLOCK_N, Dv)
-        tl.atomic_add(grad_value + own * VALUE_DIM + dims, some, used[:, None] & (dims < VALUE_DIM), sem="relaxed")
+        _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_VALUE_DIM)
         grad_scores = weights * (_dot(grad, tl.trans(values), PRECISION, UPCAST) - delta[:, None])
         if WITH_LOG_WEIGHT:
             tl.atomic_add(grad_log_weight + entries, tl.sum(grad_scores, 0), used, sem="relaxed")
         rounded = grad_scores.to(keys.dtype)
-        dims = tl.arange(0, PADDED_HEAD_DIM)
         some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale  # (BLOCK_N, D)
-        tl.atomic_add(grad_key + own * HEAD_DIM + dims, some, used[:, None] & (dims < HEAD_DIM), sem="relaxed")
+        _add_to_rows(grad_key, own, used, some, HEAD_DIM, PADDED_HEAD_DIM)
         sums += _dot(rounded, keys, PRECISION, UPCAST)  # (BLOCK_M, D)
-    dims = tl.arange(0, PADDED_HEAD_DIM)
-    rows = grad_query + row[:, None] * HEAD_DIM + dims
-    tl.store(rows, (sums * scale).to(grad_query.dtype.element_ty), exists[:, None] & (dims < HEAD_DIM))
+    _store_rows(grad_query, row, exists, sums * scale, HEAD_DIM, PADDED_HEAD_DIM)
 
 
 # Whether Triton was imported to interpret its kernels on the CPU.

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.exact import mask_bias, window_partial
+from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.features.sums import (
     FeatureState,
@@ -39,6 +39,7 @@ from hf_efficient_attn.ops.features.sums import (
 from hf_efficient_attn.ops.shards import Shards, gather
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
+from hf_efficient_attn.ops.windows import window_partial
 
 # Features are kept for the backward pass if a token has at most `_FEW_FEATURES`, which take little more memory than the
 # keys, or a call has at most `_KEPT_NUMEL` numbers. Otherwise they are computed again, in up to half as much more time.
