@@ -154,16 +154,7 @@ class _CheckpointRun:
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
         # The stages that have begun.
         self._stages: list[steps.Training] = []
-        # Plain values, by the names of options, that must be equal when the work is continued.
-        self._request = {
-            "version": FORMAT_OF_STATE,
-            "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
-            "data": data.digest(data.rows),
-            "settings": repr(dict(model.config.efficient_attention or {})),
-            **plan.to_dict(),
-            "max_length": plan.max_length,
-            "processes": steps.world_size(),
-        }
+        self._request = self._make_request()
         inputs_of_state = {"data": data.digest(state.rows)} if state.is_longer else {}
         state.check({**self._request, **inputs_of_state}, plan.to_dict())
         # The saved state of every stage that has begun.
@@ -174,12 +165,30 @@ class _CheckpointRun:
         # The number of steps that the saved state contains.
         self._saved_at = sum(stage["step"] for stage in self._saved) or None
         self._is_over = False
+        self._about = self._describe()
+
+    def _make_request(self) -> dict[str, Any]:
+        """Plain values, by the names of options, that must be equal when the work is continued."""
+        plan, checked, model = self._plan, self._conversion.checked, self.model
+        return {
+            "version": FORMAT_OF_STATE,
+            "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
+            "data": self._data.digest(self._data.rows),
+            "settings": repr(dict(model.config.efficient_attention or {})),
+            **plan.to_dict(),
+            "max_length": plan.max_length,
+            "processes": steps.world_size(),
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        """What is known of "distillation" before the training."""
+        plan, data = self._plan, self._data
         inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
-        self._about = {
+        return {
             "format": FORMAT,
-            "source": checked.title,
+            "source": self._conversion.checked.title,
             "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
-            "machine": machine(model),
+            "machine": machine(self.model),
             "data": {"name": data.name, **inputs},
             "tokens": data.tokens,
             "plan": plan.to_dict(),
