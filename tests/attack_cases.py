@@ -1,6 +1,8 @@
 """Random cases of the promises: what Hypothesis draws for each of them, from the config of each method."""
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +123,29 @@ def hyperparameters(row: Instance) -> st.SearchStrategy[dict[str, Any]]:
 PROMISES: dict[str, "Promise"] = {}
 
 
+def explained(check: Callable[..., None]) -> Callable[..., None]:
+    """A check whose failure is a sentence: the method, the case, the promise, and what is wrong.
+
+    An error in the method's own code breaks the promise as well, and stays the cause.
+    """
+
+    @functools.wraps(check)
+    def run(instance: Instance, *given: Any, **named: Any) -> None:
+        try:
+            check(instance, *given, **named)
+        except Exception as error:
+            arguments = {**dict(zip(list(inspect.signature(check).parameters)[1:], given, strict=False)), **named}
+            case = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            promise = " ".join((check.__doc__ or "").partition("\n\n")[0].split())
+            sentence = f"{instance} breaks the promise of {check.__name__}({case}): {promise} But "
+            if not isinstance(error, AssertionError):
+                raise AssertionError(f"{sentence}the call fails with {type(error).__name__}: {error}") from error
+            error.args = (f"{sentence}{error}",)
+            raise
+
+    return run
+
+
 @dataclass
 class Promise:
     """Decorates a check, `check_NAME(instance, **arguments)` of `promises.py`, which raises if the promise is broken.
@@ -138,9 +163,9 @@ class Promise:
     at: Sequence[dict[str, Any]] = ()
 
     def __call__(self, check: Callable[..., None]) -> Callable[..., None]:
-        self.check = check
+        self.check = explained(check)
         PROMISES[check.__name__.removeprefix("check_")] = self
-        return check
+        return self.check
 
 
 @st.composite

@@ -1,8 +1,9 @@
 """The checks of the promises that every method keeps.
 
-A check is a function of an instance that raises `AssertionError` if the promise is broken, and says what failed, also
-without pytest. `test_promises.py` runs each check on every instance and on random hyperparameters, with arguments that
-the function above it draws. `**shape` are arguments of `inputs`.
+A check is a function of an instance that raises `AssertionError` if the promise is broken. The message is a sentence,
+also without pytest: the method, the case, the promise (the first sentence of the check's docstring), what is wrong and
+by how much. `test_promises.py` runs each check on every instance and on random hyperparameters, with arguments that the
+function above it draws. `**shape` are arguments of `inputs`.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-from attack_cases import PADDINGS, Draw, Promise
+from attack_cases import PADDINGS, Draw, Promise, explained
 from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.methods import attention_with_state
 from hf_efficient_attn.ops.exact import biased_exact
@@ -31,8 +32,22 @@ from instances import Instance, inputs, padding_mask, relative_error
 def assert_close(ours: Tensor, other: Tensor, tolerance: float, failure: str = "two results differ") -> None:
     """Equal up to `tolerance` times the largest number. `failure` says what it means if they are not."""
     largest = other.abs().max().item() if other.numel() else 0.0
-    torch.testing.assert_close(
-        ours, other, rtol=tolerance, atol=tolerance * max(1.0, largest), msg=lambda found: f"{failure}. {found}"
+
+    def sentence(found: str) -> str:
+        return f"{failure}. " + " ".join(found.removeprefix("Tensor-likes are not close!").split())
+
+    torch.testing.assert_close(ours, other, rtol=tolerance, atol=tolerance * max(1.0, largest), msg=sentence)
+
+
+def assert_same(ours: Tensor, other: Tensor, failure: str) -> None:
+    """Equal bit for bit."""
+    assert ours.shape == other.shape, f"{failure}: it has shape {tuple(ours.shape)}, not {tuple(other.shape)}"
+    differs = ours != other  # NaN differs from NaN
+    index = tuple(differs.nonzero()[0].tolist()) if differs.any() else ()
+    assert not differs.any(), (
+        f"{failure}: {differs.sum()} of {differs.numel()} numbers differ, by up to "
+        f"{(ours.double() - other.double())[differs].abs().max():.3g}; the first at {index} is {ours[index]:.6g} and "
+        f"not {other[index]:.6g}"
     )
 
 
@@ -73,7 +88,8 @@ def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **s
     if instance.averages:
         # The tables of the projections are float32 in any case.
         rounding = 1.0 + 20.0 * max(torch.finfo(dtype).eps for dtype in (value.dtype, torch.float32))
-        assert out.abs().max() <= value.abs().max() * rounding + 1e-6, "an output exceeds all values"
+        largest = (out.abs().max().item(), value.abs().max().item())
+        assert largest[0] <= largest[1] * rounding + 1e-6, f"an output exceeds all values: {largest[0]} > {largest[1]}"
 
 
 def _within_budget(d: Draw) -> dict[str, Any]:
@@ -103,7 +119,8 @@ def check_arguments(instance: Instance, is_causal: bool, padding: str = "none", 
     tensors, key_mask = drawn(padding, **shape)
     given = [x.clone() for x in tensors]
     out = instance(*given, key_mask, is_causal=is_causal)
-    assert all(torch.equal(x, y) for x, y in zip(given, tensors, strict=True)), "an input was modified"
+    for name, x, y in zip(("query", "key", "value"), given, tensors, strict=True):
+        assert_same(x, y, f"the call has written to its {name}")
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     groups = tensors[0].shape[1] // tensors[1].shape[1]
     views[1:] = [x.repeat_interleave(groups, 1) for x in views[1:]]
@@ -130,7 +147,7 @@ def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes
         # In self-attention the padding has queries as well, and only the outputs of those may change.
         query = tensors[0].masked_fill(~valid.unsqueeze(3), garbage)
         out = instance(query, *changed, key_mask, is_causal=is_causal)
-        assert torch.equal(out[valid], clean[valid]), f"{garbage} in masked keys changes the output"
+        assert_same(out[valid], clean[valid], f"{garbage} in masked keys changes the output")
 
 
 @Promise(lambda d: d.shape(batch=d.choice(1, 2), dtype=d.choice(torch.float32, torch.bfloat16)))
@@ -146,7 +163,8 @@ def check_masked_gradients(instance: Instance, is_causal: bool, **shape: Any) ->
     grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
     assert_finite(grads, "with NaN in masked keys, a gradient")
     masked = [grad.masked_fill(key_mask[:, None, :, None], 0.0) for grad in grads[1:]]
-    assert not any(grad.any() for grad in masked), "a masked key or value has a gradient other than 0"
+    for name, grad in zip(("key", "value"), masked, strict=True):
+        assert_same(grad, torch.zeros_like(grad), f"a masked {name} has a gradient other than 0")
 
 
 @Promise(lambda d: {"is_causal": d.is_causal, "length": d.length(2), **d.heads(content="normal", dtype=d.dtype())})
@@ -156,10 +174,11 @@ def check_empty_queries(instance: Instance, is_causal: bool, length: int = 90, *
     key_mask = torch.zeros(2, length, dtype=torch.bool)
     key_mask[1, length // 2 :] = True
     out = instance(*leaves, key_mask, is_causal=is_causal)
-    assert not out[0].any(), "the output of a sequence of padding only is not 0"
-    assert not (is_causal and out[1, :, : length // 2].any()), (
-        "the output of a query whose keys are all masked is not 0"
-    )
+    empty = torch.zeros_like(out)
+    assert_same(out[0], empty[0], "the output of a sequence of padding only is not 0")
+    if is_causal:
+        before = slice(length // 2)
+        assert_same(out[1, :, before], empty[1, :, before], "the output of a query whose keys are all masked is not 0")
     assert_finite([out], "with a sequence of padding only, the output")
     assert out[1, :, length // 2 :].abs().amax(-1).min() > 0, "the output of a query that has keys is 0"
     grads = torch.autograd.grad(out.sum(), leaves, materialize_grads=True)
@@ -209,8 +228,8 @@ def check_future(instance: Instance, length: int, cut: int, padding: str = "none
     changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(original, other, strict=True)]
     changed_mask = None if key_mask is None else torch.cat((key_mask[:, :cut], other_mask[:, cut:]), 1)
     out = instance(*original, key_mask, is_causal=True)
-    same = torch.equal(instance(*changed, changed_mask, is_causal=True)[:, :, :cut], out[:, :, :cut])
-    assert same, "later tokens change the output of earlier ones"
+    changed_out = instance(*changed, changed_mask, is_causal=True)
+    assert_same(changed_out[:, :, :cut], out[:, :, :cut], "later tokens change the output of earlier ones")
 
 
 @Promise(
@@ -293,20 +312,20 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
     state = torch.random.get_rng_state()
     first, again, other = (instance(*tensors, is_causal=is_causal, seed=s) for s in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator was used"
-    assert torch.equal(first, again), "the same seed gave another output"
+    assert_same(again, first, "the same seed gave another output")
     effect = "another seed gave " + ("the same" if instance.random else "another") + " output"
     assert instance.random is None or torch.equal(first, other) != instance.random, effect
     if instance.call_seed:
         seeds = [dataclasses.replace(instance, hyperparameters=instance.hyperparameters | {"seed": s}) for s in (3, 0)]
         configured, called = seeds[0](*tensors, is_causal=is_causal), seeds[1](*tensors, is_causal=is_causal, seed=3)
-        assert torch.equal(configured, called), "the config's seed is not the same as the call's"
+        assert_same(configured, called, "the config's seed is not the same as the call's")
     # With seed=None, for training, the state of the global generator determines the output.
     drawn = []
     for start in (0, 0, 1):
         torch.manual_seed(start)
         drawn.append(instance(*tensors, is_causal=is_causal, seed=None))
     used = not torch.equal(torch.random.get_rng_state(), torch.manual_seed(1).get_state())
-    assert torch.equal(drawn[0], drawn[1]), "with seed=None the same state of the global generator gave another output"
+    assert_same(drawn[1], drawn[0], "with seed=None the same state of the global generator gave another output")
     if instance.random is not None:
         assert torch.equal(drawn[0], drawn[2]) != instance.random, f"with seed=None {effect}"
         assert used or not instance.random, "with seed=None nothing was drawn from the global generator"
@@ -353,8 +372,10 @@ def check_finite(
             out = instance(*given, mask, is_causal=is_causal)
             assert out.dtype == dtype, f"the output has {out.dtype}, not {dtype}"
             assert_finite([out], f"with logits up to {logit:g} in {dtype}, the output")
-            exceeds = instance.averages and out.abs().max() > value.abs().max() * 1.01
-            assert not exceeds, f"with logits up to {logit:g} in {dtype} an output exceeds all values"
+            largest = (out.abs().max().item(), value.abs().max().item())
+            assert not instance.averages or largest[0] <= largest[1] * 1.01, (
+                f"with logits up to {logit:g} in {dtype} an output exceeds all values: {largest[0]} > {largest[1]}"
+            )
     if dtype != torch.float16:
         grads = torch.autograd.grad(out.float().sum(), leaves, materialize_grads=True)
         assert_finite(grads, f"with logits up to {logit:g} in {dtype}, a gradient")
@@ -370,8 +391,9 @@ def check_sums(instance: Instance, is_causal: bool, dtype: torch.dtype, **shape:
     value = torch.full_like(value, 1.0)
     out = instance(query, key, value, is_causal=is_causal)
     # Some methods round twice: the projected values, and the output.
-    failure, ones = f"in {dtype} the average of equal values is not this value", torch.ones_like(out)
-    assert (out - ones).abs().max() <= 2 * torch.finfo(dtype).eps, failure
+    error = (out - torch.ones_like(out)).abs().max().item()
+    allowed = 2 * torch.finfo(dtype).eps
+    assert error <= allowed, f"in {dtype} the average of equal values differs from them by {error:.2g} > {allowed:.2g}"
 
 
 # 7. Gradients, and the readable form.
@@ -421,7 +443,10 @@ def check_gradients(
         try:
             torch.autograd.gradcheck(output, leaves, fast_mode=fast_mode)
         except GradcheckError as error:
-            raise AssertionError(f"a gradient is not that of finite differences. {error}") from error
+            found = " ".join(str(error).split())
+            for number, name in enumerate(("query", "key", "value")):
+                found = found.replace(f"with respect to input {number}", f"with respect to the {name}")
+            raise AssertionError(f"a gradient is not that of finite differences. {found}") from error
 
 
 @Promise(lambda d: d.shape(padding=d.padding(), scale=d.choice(None, None, 0.0, -0.5, 1.7)), share=2.0)
@@ -473,13 +498,18 @@ def _budget(d: Draw) -> dict[str, Any]:
     return {"is_causal": d.is_causal, "length": d.length(smallest), **d.heads(num_heads=4, num_kv_heads=4)}
 
 
-@Promise(_budget, applies=lambda i: i.limit in ("exact", "bounded"))
-def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
-    """The error is 0 if the budget is as large as the sequence."""
+def assert_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
     error = budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape)
     assert error < 1e-9, f"with a budget of all {length} tokens the error is {error:.2g}, not 0"
 
 
+@Promise(_budget, applies=lambda i: i.limit in ("exact", "bounded"))
+def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
+    """The error is 0 if the budget is as large as the sequence."""
+    assert_whole_budget(instance, is_causal, length, **shape)
+
+
+@explained
 def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> None:
     """The error decreases with the budget, and is 0 if the budget is as large as the sequence."""
     errors = [budget_error(instance, is_causal, c, q_len=length) for c in (length // 8, length // 3, length - 20)]
@@ -487,9 +517,10 @@ def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> N
         assert all(0 < error <= instance.config().max_error for error in errors), f"errors beyond the bound: {errors}"
     else:
         assert errors[0] > errors[1] > errors[2] > 0, f"the error does not fall with the budget: {errors}"
-    check_whole_budget(instance, is_causal, length)
+    assert_whole_budget(instance, is_causal, length)
 
 
+@explained
 def check_converges_in_expectation(instance: Instance, is_causal: bool, length: int = 60) -> None:
     """Eight times the budget more than halves the error.
 

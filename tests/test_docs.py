@@ -98,10 +98,10 @@ def help_for(words: list[str]) -> str:
         return help_of_command(words[1:2])
     if words[1] != "-m":
         return help_of(importlib.import_module(words[1].removesuffix(".py").replace("/", ".")).run, [])
-    # A module of recipes with one or several commands.
-    name = f"{words[2]}.__main__" if words[2] == "recipes.experiments" else words[2]
+    # A module of recipes: one on Trainer, or one with one or several commands.
+    module = importlib.import_module(f"{words[2]}.__main__" if words[2] == "recipes.experiments" else words[2])
     command = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
-    return help_of_command(command, importlib.import_module(name).app)
+    return help_of_command(command, module.app) if hasattr(module, "app") else help_of(module.run, [])
 
 
 def check_options(words: list[str], page: str) -> None:

@@ -1,4 +1,4 @@
-"""Guards: sizes of package and files, and where it asks for devices and compilation (docs/architecture.md)."""
+"""Guards: sizes of package and files, where it asks for devices and compilation, and imports of tests."""
 
 import ast
 import re
@@ -67,3 +67,14 @@ def test_new_tensors_name_their_dtype():
             if isinstance(call, ast.Call) and ast.unparse(call.func).removeprefix("torch.") in MAKES_NUMBERS:
                 unnamed += [f"{path.name}:{call.lineno}"] * all(word.arg != "dtype" for word in call.keywords)
     assert not unnamed
+
+
+def test_a_test_file_imports_no_other():
+    """What several of them need is in `tests/helpers`."""
+    found = set()
+    for path, text in texts("../tests").items():
+        for node in ast.walk(ast.parse(text)):
+            names = [name.name for name in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            modules = [node.module or "", *names] if isinstance(node, ast.ImportFrom) else names
+            found |= {f"{path.name}: {name}" for name in modules if name.rpartition(".")[2].startswith("test_")}
+    assert not found, "move what they share to a module of tests/helpers"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import hf_efficient_attn as hea
+import surface
 from instances import INSTANCES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +88,13 @@ def test_public_and_unknown_names():
     assert issubclass(hea.UnsupportedAttentionError, ValueError)
     with pytest.raises(AttributeError, match="module 'hf_efficient_attn' has no attribute 'KDEFormerConfig'"):
         hea.KDEFormerConfig  # noqa: B018
+
+
+def test_what_users_and_saved_files_depend_on_has_not_changed():
+    gone = set(surface.FILE.read_text(encoding="utf-8").splitlines()) - set(surface.surface().splitlines())
+    assert not gone, (
+        "if this is meant, run `python tests/surface.py`, and say in the changelog what users have to change"
+    )
 
 
 # A method consists of its module, its rows in `tests/instances.py`, and its row in README's table. The tests below

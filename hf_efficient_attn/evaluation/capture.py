@@ -35,7 +35,7 @@ from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.integration.settings import layer_seed
 from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
-from hf_efficient_attn.ops.nearfar.within_bound import row_error
+from hf_efficient_attn.ops.row_error import row_error
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
 Batch = Mapping[str, Any] | Tensor

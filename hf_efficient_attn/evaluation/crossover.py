@@ -21,7 +21,7 @@ from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, attention, crossover, learns, make_config
-from hf_efficient_attn.ops.nearfar.within_bound import attempt_length
+from hf_efficient_attn.ops.nearfar.attempts import attempt_length
 from hf_efficient_attn.version import __version__
 
 _HEAD_DIM = 64

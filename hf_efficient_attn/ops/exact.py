@@ -8,13 +8,14 @@ ever made, only the bias of some blocks of queries at a time.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.attend import Partial, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, pad_to_blocks, take
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
@@ -52,7 +53,8 @@ def exact_attention(
     Returns:
         (BH, Nq, Dv); 0 for queries without a key.
     """
-    (batch_heads, q_len, head_dim), kv_len = query.shape, key.shape[1]
+    batch_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[1]
     # PyTorch's causal kernel multiplies the -inf of later keys with the scale, which must therefore be positive.
     is_plain = key_mask is None and dropout_p == 0.0 and head_dim == value.shape[2] and scale > 0.0
     if is_causal and is_plain and query.dtype != torch.float64:
@@ -125,7 +127,9 @@ def biased_exact(
     Returns:
         (B, H, Nq, Dv); 0 for queries without a key.
     """
-    (_, _, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
+    _, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    device = query.device
     offset = kv_len - q_len if is_causal else 0
     table = None if table is None else table.to(accumulation_dtype(query.dtype))
     valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
@@ -148,7 +152,8 @@ def biased_exact(
 
 
 # The fewest and the most queries of a block: few, so that few keys of a block are outside the window of its queries.
-_MIN_BLOCK_Q, _MAX_BLOCK_Q = 32, 64
+_MIN_BLOCK_Q = 32
+_MAX_BLOCK_Q = 64
 # This many queries attend to the global tokens at a time.
 _GLOBAL_BLOCK_Q = 128
 
@@ -202,14 +207,17 @@ def window_partial(
     Returns:
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
-    length, device, exporting = query.shape[1], query.device, exporting_to_onnx()
+    length = query.shape[1]
+    device = query.device
+    exporting = exporting_to_onnx()
     # With a gradient blocks are larger, because the gradient of a key is summed over all blocks that contain it. With
     # dropout blocks are always larger: reentrant checkpointing first computes without a gradient, and must draw the
     # same.
     block_q = _MAX_BLOCK_Q if left + right >= 2 * _MAX_BLOCK_Q else _MIN_BLOCK_Q
     block_q *= 2 if dropout_p > 0.0 or (torch.is_grad_enabled() and key.requires_grad) else 1
     block_q = block_q if exporting else min(block_q, length)  # a graph must not depend on the length
-    num_blocks, block_k = count_blocks(length, block_q), left + block_q + right
+    num_blocks = count_blocks(length, block_q)
+    block_k = left + block_q + right
     after = right + num_blocks * block_q - length
     # (block_q, block_k)
     distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
@@ -256,21 +264,23 @@ def window_attention(
     Returns:
         (B, H, N, Dv).
     """
-    (batch, num_heads, length, head_dim), drops = query.shape, call.dropout_p > 0.0
+    batch, num_heads, length, head_dim = query.shape
+    drops = call.dropout_p > 0.0
     # In the backward pass a slice holds the gradients of the keys of all its blocks. Plain products hold all pairs.
     bias_of_pairs = query.new_empty(1, 1, 2, 1)
     pairs = table is not None or keeps_pairs(query, key, bias_of_pairs, call.scale, call.dropout_p)
     numel = max(2 * (head_dim + value.shape[3]), 2 * (call.window_size + _MAX_BLOCK_Q) if pairs else 0)
-    size, recompute = slice_size(length * numel, query.device), drops or table is not None
+    size = slice_size(length * numel, query.device)
+    recompute = drops or table is not None
 
-    def of_mask(mask: Tensor | None, *tensors: Any) -> Tensor:
+    def of_mask(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Tensor:
         form = functools.partial(_window_and_global, call, mask)
-        return sliced(form, *tensors, size=size, draws=drops, recompute=recompute)
+        return sliced(form, query, key, value, table, size=size, draws=drops, recompute=recompute)
 
     if key_mask is None or exporting_to_onnx():
         mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
-        flat = (x.flatten(0, 1) for x in (query, key, value))
-        out: Tensor = of_mask(mask, *flat, None if table is None else table.repeat(batch, 1))
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # (BH, N, .)
+        out = of_mask(mask, query, key, value, None if table is None else table.repeat(batch, 1))
         unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
         return unflat
     # With a mask each block has its own bias. This computes one sequence at a time, so that all heads share the bias.
@@ -282,10 +292,14 @@ def _window_and_global(
     call: WindowCall, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
 ) -> Tensor:
     """Compute the attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
-    (left, num_global, is_causal, scale, dropout_p), block_q = call, _GLOBAL_BLOCK_Q
-    length, device = query.shape[1], query.device
+    left, num_global, is_causal, scale, dropout_p = call
+    block_q = _GLOBAL_BLOCK_Q
+    length = query.shape[1]
+    device = query.device
     if not exporting_to_onnx():
-        num_global, left, block_q = min(num_global, length), min(left, length - 1), min(block_q, length)
+        num_global = min(num_global, length)
+        left = min(left, length - 1)
+        block_q = min(block_q, length)
     right = 0 if is_causal else left
     if not num_global:
         return window_partial(
@@ -294,11 +308,14 @@ def _window_and_global(
     # `index` (1 or BH, G): positions of the first G valid tokens. If there are fewer, `valid` is False at the others.
     position = torch.arange(length, device=device)  # (N,)
     if mask is None:
-        index, skipped, local_mask = position[None, :num_global], num_global, None
+        index = position[None, :num_global]
+        skipped = num_global
+        local_mask = None
         valid = torch.ones_like(index, dtype=torch.bool)
     else:
         index = torch.where(mask, length - position, -position).topk(num_global, dim=1).indices
-        valid, skipped = mask.gather(1, index), 0
+        valid = mask.gather(1, index)
+        skipped = 0
         local_mask = mask & (mask.cumsum(1) > num_global)
     near = window_partial(
         query, key, value, local_mask, left=left, right=right, skip=skipped, scale=scale, dropout_p=dropout_p
@@ -320,7 +337,8 @@ def _window_and_global(
     allowed = allowed[:, None].expand(-1, num_global, -1)
     if is_causal:
         allowed = allowed & (position <= index[:, :, None])  # (1 or BH, G, N)
-    global_queries, bias = take(query, index_per_head)[:, None], mask_bias(allowed, query.dtype)[:, None]
+    global_queries = take(query, index_per_head)[:, None]
+    bias = mask_bias(allowed, query.dtype)[:, None]
     of_global = attend(global_queries, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
     is_global = torch.zeros(index.shape[0], length, dtype=torch.bool, device=device)  # (1 or BH, N)
     is_global = is_global.scatter(1, index, valid)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.backends.devices import product_dtype, widened
+from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
@@ -120,14 +120,21 @@ def landmark_attention(
     Returns:
         (BH, Nq, Dv) in the dtype of the products. A sequence with up to L tokens has exact attention.
     """
-    (batch, num_heads, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
-    acc_dtype, dtype = accumulation_dtype(query.dtype), product_dtype(query)
+    batch, num_heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    device = query.device
+    acc_dtype = accumulation_dtype(query.dtype)
+    dtype = product_dtype(query)
     dtype = acc_dtype if dtype == torch.float16 else dtype
     if key_mask is None and exporting_to_onnx():  # one graph for few and for many tokens
         key_mask = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
-    all_keys, total_len, own = key_mask, kv_len, slice(0, kv_len)
+    all_keys = key_mask
+    total_len = kv_len
+    own = slice(0, kv_len)
     if shards is not None:
-        all_keys, total_len, own = shards.key_mask, shards.total, shards.own
+        all_keys = shards.key_mask
+        total_len = shards.total
+        own = shards.own
     segments = of_queries = find_segments(all_keys, total_len, own, options.num_landmarks, device)
     masked_query = query
     if q_len != kv_len:  # other tokens, which have no mask
@@ -222,7 +229,8 @@ def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
     Returns:
         X, (..., M, N), in the dtype of `matrix`.
     """
-    a, right = widened(matrix), widened(right)
+    a = widened(matrix)
+    right = widened(right)
     gram = a.transpose(-1, -2) @ a  # (..., M, L) @ (..., L, M) -> (..., M, M)
     gram = gram + DAMPING * _norm_bound(a) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, _ = torch.linalg.cholesky_ex(gram)
@@ -235,7 +243,9 @@ def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask:
     The result has the dtype of `value`.
     """
     if kernel is not None:
-        tokens, weight, order = value.to(kernel.dtype), kernel[:, None, :, None], None
+        tokens = value.to(kernel.dtype)
+        weight = kernel[:, None, :, None]
+        order = None
         if key_mask is not None:
             order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
             tokens = take(tokens.flatten(0, 1), order).view(value.shape)
@@ -255,7 +265,9 @@ def landmark_naive(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: LandmarkOptions, kernel: Tensor | None
 ) -> Tensor:
     """Compute `landmark_attention` and `add_convolution` in the readable form, by dense matrices, row after row."""
-    (q_len, kv_len), (count, iterations, scale, _), outs = (query.shape[2], key.shape[2]), options, []
+    q_len, kv_len = (query.shape[2], key.shape[2])
+    count, iterations, scale, _ = options
+    outs = []
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
         return (scale * q @ k.mT).softmax(-1)
@@ -265,11 +277,14 @@ def landmark_naive(
 
     for b in range(query.shape[0]):
         valid = key.new_ones(kv_len, dtype=torch.bool) if key_mask is None else key_mask[b]
-        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
+        queries = query[b].double()
+        keys = key[b, :, valid].double()
+        values = value[b, :, valid].double()
         if keys.shape[1] <= count or q_len <= count:
             out = softmax(queries, keys) @ values
         else:
-            mean_queries, mean_keys = means(queries[:, valid] if q_len == kv_len else queries), means(keys)
+            mean_queries = means(queries[:, valid] if q_len == kv_len else queries)
+            mean_keys = means(keys)
             middle = softmax(mean_queries, mean_keys)
             one = torch.eye(count, dtype=torch.float64, device=middle.device)
             # The largest sum of a column. The sum of a row is 1.

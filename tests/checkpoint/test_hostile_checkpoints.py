@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from commands import refused, run_json, tree
 from each import refuses
+from helpers.commands import refused, run_json, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.io.json import read_json, read_json_object, write_json
 from tiny_models import tiny_model

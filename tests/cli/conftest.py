@@ -1,3 +1,3 @@
 """The fixtures of the commands, for all files of this folder."""
 
-from commands import _quick, figures, made, photographs, text  # noqa: F401
+from helpers.commands import _quick, figures, made, photographs, text  # noqa: F401

@@ -8,15 +8,14 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import command, interrupt, read, run_json, save, shown
 from each import refuses
+from helpers.commands import command, interrupt, read, run_json, save, shown
+from helpers.encoder_decoders import t5, tiny
 from hf_efficient_attn import analysis
 from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, pictures, timing
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.methods import make_config
-from test_distance_bias import t5
-from test_encoder_decoder import tiny
 from tiny_models import tiny_batch, tiny_model
 
 WINDOW = {"methods": [hea.LongformerConfig()], "budgets": [8], "max_error": 9.0}

@@ -13,7 +13,19 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, save, shown, tokenizer_for, tree
+from helpers.commands import (
+    NOTHING_COMPLETE,
+    TEXT,
+    interrupt,
+    read,
+    refused,
+    run_json,
+    save,
+    shown,
+    tokenizer_for,
+    tree,
+)
+from helpers.encoder_decoders import tiny
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.evaluation import benchmark, capture, comparison, pictures, timing
 from hf_efficient_attn.evaluation.comparison import Procedure
@@ -22,7 +34,6 @@ from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
-from test_encoder_decoder import tiny
 from tiny_models import IMAGES, SMALL, T2T_VIT, tiny_model
 
 QUICK = Procedure(rounds=1, memory=False)
@@ -383,6 +394,10 @@ def test_after_an_interruption_what_is_complete_stays(made, text, tmp_path, monk
     rows = [line.split("|")[1:3] for line in out.splitlines() if line.startswith("| ")]
     labels = [(length.strip(), label.split()[0]) for length, label in rows[1:]]
     assert labels == [("30", "sdpa"), ("30", "kdeformer"), ("30", "longformer"), ("60", "sdpa")]
+    header, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line[:2] == "| ")
+    # A text model without a head has neither a perplexity nor a speed of generation.
+    assert header == ["tokens", "attention", "seconds", "speed-up", "MiB", "error", "output", "cosine"]
+    assert all(cell not in ("", "-") for line in lines for cell in line)
     assert "Not complete. Not measured: kdeformer (block_size=4, num_samples=8) at 60 tokens, longformer" in out
     result = read(tmp_path / "out", "benchmark.json")
     assert (result["complete"], len(result["measurements"]), len(result["left_out"])) == (False, 4, 2)

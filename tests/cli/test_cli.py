@@ -17,8 +17,8 @@ import typer
 from typer.testing import CliRunner
 
 import hf_efficient_attn as hea
-from commands import NOTHING_COMPLETE, command, interrupt, refused, run_json, shown
 from each import refuses
+from helpers.commands import NOTHING_COMPLETE, command, interrupt, refused, run_json, shown
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import comparison, defaults

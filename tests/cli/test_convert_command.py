@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_efficient_attn as hea
-from commands import command, interrupt, read, refused, run_json, same, shown, tensors, tree
 from each import refuses
+from helpers.commands import command, interrupt, read, refused, run_json, same, shown, tensors, tree
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
@@ -160,7 +160,7 @@ def test_shards_stay_shards(tmp_path):
         assert same(load_file(source / name), load_file(tmp_path / "back" / name))
 
 
-def test_tokenizer_and_other_files_are_copied_unchanged(source, tmp_path):
+def test_tokenizer_and_other_files_are_copied_unchanged(source, tmp_path, capsys):
     other = {"benchmark.json": b"{}", "README.md": b"---\nlicense: mit\n---\n", "pytorch_model.bin": b"", "a.py": b""}
     other |= {"onnx/model.onnx": b"", "tf_model.h5": b"", ".gitattributes": b""}
     for name, raw in {**COMPANIONS, **other}.items():
@@ -175,6 +175,16 @@ def test_tokenizer_and_other_files_are_copied_unchanged(source, tmp_path):
     assert {entry["name"] for entry in done["files"]} == {*COMPANIONS, *ours}
     assert set(done["left_out"]) == {"pytorch_model.bin", "a.py", "onnx", "tf_model.h5"}
     assert (tmp_path / "out" / "README.md").read_bytes() != other["README.md"]
+    # The command says the same.
+    told = shown(capsys, "convert", source, "--method", "linear", "-o", tmp_path / "out", "--force").out.splitlines()
+    assert told[0] == f"BertForMaskedLM of {source} -> {tmp_path / 'out'}"
+    files = [[cell.strip() for cell in line.split("|")[1:-1]] for line in told if line.startswith("| ")]
+    assert files == [["file", "bytes"], *([entry["name"], f"{entry['bytes']:,}"] for entry in done["files"])]
+    assert [line for line in told if line.startswith("left out: ")] == [f"left out: {x}" for x in done["left_out"]]
+    assert [line for line in told if line.startswith("note: ")] == [f"note: {note}" for note in done["notes"]]
+    kept, new, dropped = (done["parameters"][name] for name in ("kept", "new", "dropped"))
+    assert f"tensors: {kept} kept bit for bit, {len(new)} new or changed, {len(dropped)} dropped" in told
+    assert told[-len(done["load"].splitlines()) :] == ["    " + line for line in done["load"].splitlines()]
 
 
 def test_the_origin_is_carried_on(source, tmp_path, capsys):

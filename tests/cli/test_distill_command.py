@@ -10,8 +10,8 @@ import transformers
 from huggingface_hub import ModelCard
 
 import hf_efficient_attn as hea
-from commands import command, read, refused, run_json, same, save, shown, tensors
 from each import refuses
+from helpers.commands import command, read, refused, run_json, same, save, shown, tensors
 from hf_efficient_attn.evaluation.data import ModelData
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.training import distill_checkpoint, distillation

@@ -9,7 +9,7 @@ import typer
 from transformers import AutoModel
 
 import hf_efficient_attn as hea
-from commands import refused, run_json, shown
+from helpers.commands import refused, run_json, shown
 from hf_efficient_attn.cli.common import app
 from instances import unregister
 from tiny_models import output, tiny_batch

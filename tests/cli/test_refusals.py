@@ -9,9 +9,9 @@ import torch
 import transformers
 
 import converted
-from commands import TEXT, refused, save
+from helpers.commands import TEXT, refused, save
+from helpers.encoder_decoders import tiny
 from hf_efficient_attn.evaluation import benchmark, crossover
-from test_encoder_decoder import tiny
 from tiny_models import tiny_model
 
 ANALYZE = "analyze gpt2 --data words.txt"

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 import converted
 import hf_efficient_attn as hea
 import tiny_models
-from commands import read, same, tensors
 from each import refuses
+from helpers.commands import read, same, tensors
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions

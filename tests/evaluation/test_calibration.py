@@ -16,12 +16,12 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from commands import _quick, interrupt  # noqa: F401
 from each import refuses
+from helpers.commands import _quick, interrupt  # noqa: F401
+from helpers.encoder_decoders import inputs_of, tiny
 from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, defaults, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.methods import make_config
-from test_encoder_decoder import inputs_of, tiny
 from tiny_models import output, tiny_batch, tiny_model
 
 

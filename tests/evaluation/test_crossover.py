@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from commands import refused, run_json, shown
+from helpers.commands import refused, run_json, shown
 from hf_efficient_attn.evaluation import crossover as measuring
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import crossover

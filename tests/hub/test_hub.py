@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 import converted
 import hf_efficient_attn as hea
 import hub_server
-from commands import refused, run_json, shown
 from each import refuses
+from helpers.commands import refused, run_json, shown
 from hf_efficient_attn import hub
 from hf_efficient_attn.hub import write_card
 from hf_efficient_attn.hub.card import END, OWN_PART, START, card_problems, clean, escape, for_repository

@@ -16,17 +16,19 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.encoder_decoders import composite, musicgen
+from helpers.learned import shake
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
 from hf_efficient_attn.integration.nearfar_cache import NearFarLayer
 from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import attention_with_state, naive_attention
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar import growing
 from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, empty_coreset
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from promises import Memory
 from recipes.benchmarks import cache as recipe
-from test_learned import shake
 from tiny_models import DECODERS, SMALL, decode, generate, output, tiny_batch, tiny_model
 
 STATES = {
@@ -235,6 +237,19 @@ def test_layers_with_a_state(family, name, tmp_path):
     assert torch.equal(found[-1], generate(tiny_model(family, head=True, max_position_embeddings=256), batch, 5))
     filled = transformers.DynamicCache([(torch.zeros(2, 2, 3, 8),) * 2] * 2, config=model.config)
     assert not any(isinstance(layer, StateLayer) for layer in filled.layers)
+
+
+@pytest.mark.filterwarnings("ignore:.*cross attention stays exact")
+@pytest.mark.parametrize("make", [composite, musicgen])
+def test_the_cache_of_a_model_of_several_parts_is_that_of_its_decoder(make):
+    """Also if a part is an encoder of texts, with a config of its own."""
+    model = make()
+    for method, kind, layer in (
+        ("linear", transformers.DynamicCache, StateLayer),
+        (NEARFAR, hea.NearFarCache, NearFarLayer),
+    ):
+        hea.convert(model.decoder, method)
+        assert [type(x) for x in kind(config=model.config).layers] == [layer] * 2
 
 
 @each_state
@@ -482,9 +497,16 @@ def add_keys_naive(
 def test_merging_is_that_of_the_readable_form(length):
     _, key, value = (x[0] for x in inputs(1, 3, 90, 8, value_dim=5, dtype=torch.float64))
     key = key * length
-    first = add_keys(empty_coreset(key, value, 16), key[:, :50], value[:, :50], scale=0.3, seed=0, batch=1)
+    first = add_keys(
+        empty_coreset(key, value, 16),
+        key[:, :50],
+        value[:, :50],
+        scale=0.3,
+        draws=Draws(0, key.device),
+        batch=1,
+    )
     mask = (torch.arange(40) % 5 > 0).expand(3, -1)
-    both = add_keys(first, key[:, 50:], value[:, 50:], mask, scale=0.3, seed=1, batch=1)
+    both = add_keys(first, key[:, 50:], value[:, 50:], mask, scale=0.3, draws=Draws(1, key.device), batch=1)
     for head in range(3):
         alive = both.clusters[head, :, -1] > 0
         old = type(first)(*(x[head] for x in first))

@@ -13,31 +13,15 @@ import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.encoder_decoders import t5
 from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
 from promises import Memory
-from test_model_types import sizes
 from tiny_models import output as logits
 
 # The decoder has cross attention.
 pytestmark = pytest.mark.filterwarnings("ignore:.*stays exact")
 T5 = transformers.models.t5.modeling_t5
-
-
-def t5(kind: str = "T5"):
-    """A tiny T5, or a relative, with a large bias, so that the output depends on it."""
-    if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(T5):
-        pytest.skip("T5 of this version does not use the interface")
-    torch.manual_seed(0)
-    config_class, buckets = getattr(transformers, f"{kind}Config"), "relative_attention_num_buckets"
-    changes = {buckets: 8, "relative_attention_max_distance": 20, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    config = config_class(**sizes(config_class, pad_token_id=0, **changes))
-    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
-    for name, parameter in model.named_parameters():
-        if "relative_attention_bias" in name:
-            parameter.data.normal_(std=2.0)
-    model.generation_config.max_length = None
-    return model
 
 
 def inputs_of(length: int = 150, padded: bool = True) -> dict:

@@ -7,7 +7,6 @@ import copy
 import os
 import re
 import time
-import types
 
 import pytest
 import torch
@@ -19,9 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 import processes
 from each import close, few_methods, refuses
-from processes import refused
+from helpers import model_types
+from helpers.learned import shake
+from processes import mesh, refused
 from recipes.benchmarks.sequence_parallel import Traffic
-from test_learned import shake
 from tiny_models import tiny_batch, tiny_config, tiny_model
 
 LENGTHS = {1: (61,), 2: (33, 28), 4: (16, 15, 7, 23)}
@@ -212,10 +212,6 @@ def test_traffic_refusals_and_training(tmp_path):
         assert numbers_of_bytes == {"all_gather": 2 * 2 * 2 * (8 * (8 + 8) + 1) * 8 + 5 * 8}
 
 
-def mesh(dimensions):
-    return types.SimpleNamespace(ndim=dimensions, mesh_dim_names=("dp", "sp"), get_group=object)
-
-
 @pytest.mark.parametrize(
     ("kind", "method", "group", "sentence"),
     [
@@ -229,6 +225,33 @@ def mesh(dimensions):
 def test_models_that_cannot_be_divided(kind, method, group, sentence):
     model = kind(tiny_config("vit" if kind is transformers.ViTModel else "bert"))
     refuses(sentence, hea.sequence_parallel, hea.convert(model, method), group)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (torch.nn.Conv1d(32, 32, 3, padding=1), r"mixes tokens outside of attention, in mixer \(Conv1d\)"),
+        (torch.nn.Conv2d(32, 32, (1, 3)), r"in mixer \(Conv2d\)"),
+        (torch.nn.LSTM(32, 32), r"in mixer \(LSTM\)"),
+        (torch.nn.GRU(32, 32), r"in mixer \(GRU\)"),
+        ("recurrent", "state along the sequence"),
+        ("linear_attention", "state along the sequence"),
+    ],
+    ids=str,
+)
+def test_models_that_mix_tokens_outside_of_attention(change, sentence):
+    model = hea.convert(tiny_model("bert"), "linear")
+    if isinstance(change, str):
+        model.config.layer_types = [change, "full_attention"]
+    else:
+        model.mixer = change
+    refuses(sentence, hea.sequence_parallel, model, mesh(1))
+
+
+def test_a_bias_of_relative_positions_is_not_divided():
+    kind, config, _ = model_types.case("MPNet")
+    model = hea.convert(kind(config), "longformer", window_size=4)
+    refuses("a bias of relative positions in encoder", hea.sequence_parallel, model, mesh(1))
 
 
 def die_in_a_layer(when):

@@ -10,28 +10,13 @@ import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.encoder_decoders import FAMILIES, inputs_of, tiny
 from hf_efficient_attn.integration import layers as naming
 from hf_efficient_attn.integration.settings import layer_seed
-from test_model_types import case
 from tiny_models import IMAGE, SIZES, SMALL, enlarged, output, tiny_batch, tiny_model
 
-FAMILIES = {"bart": "Bart", "marian": "Marian", "m2m100": "M2M100", "whisper": "Whisper"}
 # Methods without a causal form, which only an encoder can use, and one with a state that decodes.
 METHODS = ["kdeformer", "linear", "longformer", "linformer", "nystromformer", "flurka_linear"]
-
-
-def tiny(family: str, **changes):
-    """A tiny random model with large weights, so that attention is not uniform."""
-    model_class, config, _ = case(FAMILIES.get(family, family), **{"max_position_embeddings": 128, **changes})
-    torch.manual_seed(0)
-    model = enlarged(model_class(config), 5.0)
-    model.generation_config.max_length = model.generation_config.forced_eos_token_id = None
-    return model
-
-
-def inputs_of(family: str, length: int = 70) -> dict:
-    """Inputs of the encoder, with padding if they are texts."""
-    return {key: x for key, x in case(FAMILIES[family], length)[2].items() if not key.startswith("decoder")}
 
 
 def logits(model, inputs: dict) -> torch.Tensor:

@@ -17,8 +17,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, QuantizedLay
 
 import hf_efficient_attn as hea
 from each import few_methods, refuses
+from helpers.windowed_models import converted, exact_model
 from hf_efficient_attn.integration.cache import StateLayer, cache_argument
-from test_windows import converted, exact_model
 from tiny_models import DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "guides" / "running.md").read_text(encoding="utf-8")

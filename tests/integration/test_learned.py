@@ -9,22 +9,12 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from each import refuses
-from hf_efficient_attn.integration.learned import LearnedParameters
+from helpers.learned import LEARNING, learned_in, shake
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features.maps import LEARNED, count_features, start_map
 from instances import inputs, numbers
 from tiny_models import FAMILIES, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
-LEARNING = {
-    "eva": {"window_size": 8, "num_landmarks": 8, "proposal": "learned"},
-    "linformer": {"projection_dim": 16, "share": "none"},
-    "nystromformer": {"num_landmarks": 16, "conv_kernel_size": 3},
-    "flurka_linear": {"projection_dim": 16},
-    "flurka_performer": {"projection_dim": 16},
-    "flurka_eva": {"projection_dim": 16},
-    "linear": {"feature_map": "hedgehog", "num_features": 8, "window_size": 4},
-    "performer": {"feature_map": "t2r", "num_features": 8},
-}
 each = pytest.mark.parametrize("method", LEARNING)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_form = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
@@ -32,21 +22,8 @@ each_map = pytest.mark.parametrize("feature_map", ["elu", *LEARNED])
 each_learned = pytest.mark.parametrize("feature_map", LEARNED)
 
 
-def learned_in(model) -> dict[str, LearnedParameters]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, LearnedParameters)}
-
-
 def convert(model, method: str, **options):
     return hea.convert(model, method, **{**LEARNING[method], **options})
-
-
-def shake(model):
-    """Change every learned parameter, so that none has its start value."""
-    with torch.no_grad():
-        for module in learned_in(model).values():
-            for parameter in module.parameters():
-                parameter += 0.3 * torch.randn_like(parameter)
-    return model
 
 
 def test_every_method_that_learns_is_tested():

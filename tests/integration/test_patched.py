@@ -12,10 +12,10 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM
 
 import hf_efficient_attn as hea
+from helpers.model_types import case, mask_of, outputs
 from hf_efficient_attn.integration import patched
 from hf_efficient_attn.integration.model_kinds import kind_of
 from hf_efficient_attn.standalone.export import kernel_implementation
-from test_model_types import case, mask_of, outputs
 
 NAMES = ("MPNet", "RoFormer", "MegatronBert", "RemBert", "Tapas", "Lilt", "Bloom")
 SMALL = hea.LongformerConfig(window_size=3)

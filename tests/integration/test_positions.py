@@ -8,8 +8,7 @@ import torch
 
 import hf_efficient_attn as hea
 from each import refuses
-from test_encoder_decoder import tiny
-from test_transaction import composite
+from helpers.encoder_decoders import composite, tiny
 from tiny_models import generate, output, tiny_batch, tiny_model
 
 LEARNED = ["bert", "roberta", "distilbert", "gpt2"]

@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.model_types import sizes
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
-from test_model_types import sizes
 from tiny_models import DECODERS, IMAGE, SIZES, output, tiny_batch, tiny_model
 
 auto = transformers.AutoModel

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from helpers.encoder_decoders import composite
 from hf_efficient_attn.integration.models import Snapshot, configs_of
 from tiny_models import SMALL, output, tiny_batch, tiny_config, tiny_model
 
@@ -109,13 +110,6 @@ class FailAt:
                 raise self.error
             self.left -= 1
         return self.look
-
-
-def composite():
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_config("bert"), tiny_config("bert", is_decoder=True, add_cross_attention=True)
-    )
-    return transformers.EncoderDecoderModel(config).eval()
 
 
 def model_of(families: str, start: str = "exact"):

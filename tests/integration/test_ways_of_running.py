@@ -16,11 +16,11 @@ from torch.export import Dim
 
 import hf_efficient_attn as hea
 from each import FEW, few_methods
+from helpers.learned import LEARNING, learned_in, shake
+from helpers.model_types import REFUSALS, SAMPLE, WORKS_AFTER_ALL, case
+from helpers.windowed_models import converted, exact_model
 from hf_efficient_attn.methods import methods_with
 from instances import INSTANCES, inputs, padding_mask
-from test_learned import LEARNING, learned_in, shake
-from test_model_types import REFUSALS, SAMPLE, WORKS_AFTER_ALL, case
-from test_windows import converted, exact_model
 from tiny_models import DECODERS, METHODS, RANDOM, SMALL, generate, output, tiny_batch, tiny_class, tiny_model
 
 CAUSAL = [name for name in METHODS if hea.method_info(name).causal]

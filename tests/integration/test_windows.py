@@ -9,45 +9,14 @@ import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.model_types import sizes
+from helpers.windowed_models import MIXED, WARNING, converted, exact_model
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
+from processes import mesh
 from promises import Memory
-from test_distributed import mesh
-from test_model_types import sizes
 from tiny_models import SMALL, output
-
-KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
-# Models with windows in layers 0 and 2.
-WINDOW = {"sliding_window": 20}
-LOCAL = {**WINDOW, "cls_token_id": 2, "sep_token_id": 3}
-MIXED = {
-    "Qwen2": {"use_sliding_window": True, **WINDOW},
-    **dict.fromkeys(("Gemma3Text", "Cohere2", "Olmo3", "Exaone4"), WINDOW),
-    **dict.fromkeys(("ModernBertDecoder", "ModernBert"), LOCAL),
-}
-BUDGET = hea.NearFarConfig().with_budget(1024)
-WARNING = "layers with a sliding window of the model's own stay exact"
-
-
-def exact_model(name: str, head: str = "Model", **changes):
-    kind = getattr(transformers, f"{name}Config", None)
-    if kind is None:
-        pytest.skip("this Transformers does not have the model")
-    values = {"num_hidden_layers": 3, "max_position_embeddings": 1024, "layer_types": KINDS, **MIXED[name], **changes}
-    config = kind(**sizes(kind, **values))
-    torch.manual_seed(0)
-    model = getattr(transformers, {"Gemma3TextForCausalLM": "Gemma3ForCausalLM"}.get(name + head, name + head))(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)
-    return model.eval()
-
-
-def converted(model, method=BUDGET, **options):
-    with pytest.warns(UserWarning, match=WARNING):
-        return hea.convert(copy.deepcopy(model), method, **options)
 
 
 def batch(length: int, padding: str) -> dict:

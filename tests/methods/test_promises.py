@@ -263,36 +263,38 @@ def test_dtype_of_products(monkeypatch):
     assert product_dtype(x.to(half)) == single
 
 
-# Methods that break promises. No check passes whatever a method does.
+# Methods that break promises, and words of the sentences with which the checks fail.
 
 BROKEN = {
-    "shapes": "needs_even_lengths",
-    "exact": "never_converges",
-    "arguments": "writes_to_its_inputs",
-    "masked_keys": "reads_masked_queries",
-    "empty_queries": "attends_to_masked_keys",
-    "padding": "counts_masked_keys",
-    "future": "ignores_causality",
-    "length": "depends_on_the_length",
-    "last_queries": "reads_masked_queries",
-    "batch": "mixes_the_batch",
-    "seeds": "draws_from_the_global_state",
-    "sums": "depends_on_the_length",
-    "gradients": "detaches_the_keys",
-    "naive": "never_converges",
-    "naive_gradients": "detaches_the_keys",
-    "whole_budget": "never_converges",
-    "largest_tensor": "correct",  # which is dense
+    "shapes": ("needs_even_lengths", "the call fails with RuntimeError"),
+    "exact": ("never_converges", "is not that of exact attention. .*difference: [0-9]"),
+    "arguments": ("writes_to_its_inputs", r"has written to its query: \d+ of \d+ numbers differ, by up to [0-9]"),
+    "masked_keys": ("reads_masked_queries", "nan in masked keys changes the output: .* the first at .* is nan and not"),
+    "empty_queries": ("attends_to_masked_keys", "of padding only is not 0: .* by up to [0-9]"),
+    "padding": ("counts_masked_keys", "padding changes the output of the other tokens. .*difference: [0-9]"),
+    "future": ("ignores_causality", r"later tokens change .*: \d+ of \d+ numbers differ, by up to [0-9]"),
+    "length": ("depends_on_the_length", "the number of later tokens changes .*difference: [0-9]"),
+    "last_queries": ("reads_masked_queries", "with a cache the output of the last queries .*difference: [0-9]"),
+    "batch": ("mixes_the_batch", "another output alone than in a batch. .*difference: [0-9]"),
+    "seeds": ("draws_from_the_global_state", "the global generator was used"),
+    "sums": ("depends_on_the_length", "the average of equal values differs from them by [0-9]"),
+    "gradients": ("detaches_the_keys", "a gradient is not that of finite differences. .*respect to the key"),
+    "naive": ("never_converges", "`forward` and `naive` differ. .*difference: [0-9]"),
+    "naive_gradients": ("detaches_the_keys", "the gradients of `forward` and `naive` differ. .*difference: [0-9]"),
+    "whole_budget": ("never_converges", r"with a budget of all \d+ tokens the error is [0-9.e-]+, not 0"),
+    "largest_tensor": ("correct", r"16 times as many have \[\d"),  # it is dense
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_correct_method_passes_and_a_broken_one_fails(name):
-    if BROKEN[name] != "correct":
+def test_a_correct_method_passes_and_a_broken_one_fails_with_a_sentence(name):
+    method, words = BROKEN[name]
+    if method != "correct":
         with bad.broken("correct", limit="exact") as row:
             attack(name, row, 8)
-    broken = bad.broken(BROKEN[name], naive="correct", limit="exact")
-    with broken as row, pytest.raises((AssertionError, RuntimeError)):
+    # The method, the check with its arguments, and the promise.
+    sentence = rf"(?s){method}.* breaks the promise of check_{name}\(.*\): [A-Z].*\. But .*{words}"
+    with bad.broken(method, naive="correct", limit="exact") as row, pytest.raises(AssertionError, match=sentence):
         attack(name, row, 5 if name == "largest_tensor" else 15, phases=[hypothesis.Phase.generate])
 
 
@@ -301,8 +303,10 @@ def test_every_check_says_what_failed():
     tree = ast.parse(Path(promises.__file__).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Assert) or node.msg is not None, node.lineno
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "assert_close":
-            assert len(node.args) == 4, node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("assert_close", "assert_same"):
+            assert len(node.args) == 3 + (ast.unparse(node.func) == "assert_close"), node.lineno
+    checks = [value for name, value in vars(promises).items() if name.startswith("check_")]
+    assert all(hasattr(check, "__wrapped__") for check in checks)  # @Promise or @explained
 
 
 def test_an_overflow_in_half_precision_is_named():

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy, gelu, interpolate, layer_norm, pa
 from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 import hf_efficient_attn as hea
-import test_biggan as biggan
 from each import close, refuses
+from helpers import tiny_biggan as biggan
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.models import t2t_vit
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification, T2TViTModel, convert_checkpoint

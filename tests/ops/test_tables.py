@@ -9,7 +9,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-from commands import read_csv, run
+from helpers.commands import read_csv, run
 from hf_efficient_attn.ops.attend import attend
 from instances import inputs, numbers
 from recipes.benchmarks import error as error_table

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-import commands
 import tiny_recipes
+from helpers import commands
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_efficient_attn as hea
-from commands import losses
+from helpers.commands import losses
 from tiny_recipes import COMMANDS, launch, options_of, refuses, same_weights, train, weights
 
 STAGES = ("--stages", "linformer,projection_dim=4:2", "flurka_performer,num_features=8:end")

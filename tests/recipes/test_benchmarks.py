@@ -11,7 +11,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import hf_efficient_attn as hea
-from commands import run
+from helpers.commands import run
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import timing
 from hf_efficient_attn.methods import make_config

@@ -12,7 +12,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 import hf_efficient_attn as hea
-from commands import command, made, run, text  # noqa: F401 (fixtures)
+from helpers.commands import command, made, run, text  # noqa: F401 (fixtures)
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import FinetuningOptions
 from hf_efficient_attn.training.steps import learned_parameters

@@ -10,7 +10,7 @@ import transformers
 from transformers import BertConfig, BertModel
 
 import hf_efficient_attn as hea
-from commands import run
+from helpers.commands import run
 from hf_efficient_attn import cli
 from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
-from commands import read_csv, run
+from helpers.commands import read_csv, run
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from instances import numbers
 from recipes import biggan, biggan_train

@@ -24,7 +24,7 @@ from torch import nn
 
 import hf_efficient_attn as hea
 import recipes
-from commands import run
+from helpers.commands import run
 from recipes import imagenet
 from recipes.benchmarks import attention, distilled, error, error_bound, flurka, leaderboard, operations, peers, tasks
 from recipes.common import arguments, reporting, training

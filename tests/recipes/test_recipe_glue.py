@@ -7,7 +7,7 @@ import datasets
 import numpy as np
 import pytest
 
-from commands import losses
+from helpers.commands import losses
 from recipes.common.data import glue
 from tiny_recipes import QUOTED, labels_of, refuses, same_weights, sentence, train, write_glue
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageClassification
 
-import commands
 import hf_efficient_attn as hea
-from commands import losses
+from helpers import commands
+from helpers.commands import losses
 from recipes import imagenet
 from recipes.benchmarks import tasks
 from recipes.common.data import image_tensors, images

@@ -20,8 +20,8 @@ from transformers.utils.import_utils import is_kernels_available
 
 import converted
 import hf_efficient_attn as hea
-from commands import run_json
 from each import refuses
+from helpers.commands import run_json
 from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
 from hf_efficient_attn.standalone import export
 from hf_efficient_attn.standalone.export import BACKENDS, MODULE, export_kernel, kernel_methods, remote_code

@@ -1,10 +1,14 @@
 """Distillation: layer-wise training of learned parameters, its losses, refusals, interruption and continuation."""
 
+import math
+
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hf_efficient_attn as hea
 from each import close, refuses
+from helpers.trainings import HEDGEHOG, batches, values
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
 from hf_efficient_attn.evaluation.progress import Interrupted
 from hf_efficient_attn.methods import make_config
@@ -25,20 +29,6 @@ LEARNING = {
     "nystromformer": ("nystromformer", {"num_landmarks": 8, "conv_kernel_size": 5}),
     "eva": ("eva", {"num_landmarks": 4, "window_size": 4, "proposal": "learned"}),
 }
-HEDGEHOG = {"feature_map": "hedgehog", "num_features": 16}
-
-
-def batches(family: str = "bert", count: int = 4, **options) -> list[dict]:
-    return [tiny_batch(family, seed=seed, **options) for seed in range(count)]
-
-
-def values(model, learned: bool | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the parameters: those that attention methods learn, those of the model itself, or all."""
-    return {
-        name: p.detach().clone()
-        for name, p in model.named_parameters()
-        if learned in (None, "learned_parameters" in name)
-    }
 
 
 def error_of(model, batch) -> float:
@@ -299,3 +289,22 @@ def test_an_error_or_interruption_in_the_second_stage_keeps_the_last_state(rank,
     after = values(model, False)
     assert list(after) == list(before) and values(model, True)
     assert not all(torch.equal(p, before[name]) for name, p in after.items())
+
+
+def test_the_course_of_the_learning_rates():
+    """Constant, then falling linearly; in the second stage a warmup of a tenth of the steps, then a cosine."""
+    rates = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: rates.append([group["lr"] for group in optimizer.param_groups])
+    )
+    finetuning = FinetuningOptions(steps=20, learning_rate=3e-4, attention_learning_rate=2e-3)
+    options = DistillationOptions(learning_rate=0.03, finetuning=finetuning)
+    hea.distill(tiny_model("bert"), "linear", batches(), steps=8, options=options, **HEDGEHOG)
+    hook.remove()
+    first, second = rates[:8], rates[8:]
+    for course in zip(*first, strict=True):  # of a parameter, whose rate depends on its numbers
+        assert 0.1 * 0.03 <= course[0] <= 0.03
+        assert course == pytest.approx([course[0] * x for x in (1, 1, 1, 1, 1, 0.75, 0.5, 0.25)])
+    shares = [0, 0.5, *(0.5 + 0.5 * math.cos(math.pi * step / 18) for step in range(18))]
+    for course, rate in zip(zip(*second, strict=True), (3e-4, 2e-3), strict=True):
+        assert course == pytest.approx([rate * x for x in shares])

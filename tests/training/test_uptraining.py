@@ -17,16 +17,26 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import hf_efficient_attn as hea
-import test_uptraining_resume as resumption
 from each import close, refuses
+from helpers import trainings
+from helpers.trainings import (
+    HEDGEHOG,
+    PLAIN,
+    batches,
+    classifier,
+    decoder,
+    losses,
+    samples,
+    switches,
+    trainer_of,
+    values,
+)
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.training import DistillationOptions, switch
 from hf_efficient_attn.training.distillation import Distillation
 from hf_efficient_attn.training.steps import learned_parameters
 from hf_efficient_attn.training.switch import Stage, is_in_stage, switch_stage, training_batches
-from test_distillation import HEDGEHOG, batches, values
-from test_uptraining_resume import PLAIN, classifier, decoder, losses, samples, switches, trainer_of
 from tiny_models import METHODS, SMALL, tiny_batch, tiny_model
 
 LINFORMER = {"projection_dim": 8, "share": "none"}
@@ -244,7 +254,7 @@ def test_training_options(options, tmp_path):
 
 
 def test_only_the_encoder_of_a_translation_model_learns():
-    model = resumption.translator()
+    model = trainings.translator()
     hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
     assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
 
@@ -254,13 +264,23 @@ def test_only_the_encoder_of_a_translation_model_learns():
     [
         ("'performer' would have none", classifier, [("linear", 20), ("performer", None)]),
         ("no causal form", decoder, [("linear", 0.5), ("nystromformer", 1.0)]),
-        ("no causal form", resumption.translator, hea.uptraining_preset("nmt", projection_dim=8)),
-        ("PEFT saves only its adapters", resumption.lora, [("linformer", 2), ("linear", None)]),
+        ("no causal form", trainings.translator, hea.uptraining_preset("nmt", projection_dim=8)),
+        ("PEFT saves only its adapters", trainings.lora, [("linformer", 2), ("linear", None)]),
     ],
 )
 def test_refusals_come_before_the_first_step(sentence, make_model, stages, tmp_path):
     refuses(sentence, lambda: trainer_of(tmp_path, stages, make_model()).train())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("has_optimizer", "step"), [(True, 0), (False, 0), (False, 7)])
+def test_a_loop_without_trainer_refuses_a_later_stage_in_its_first_call(has_optimizer, step):
+    """It may start with an optimizer, or resume at any step."""
+    model, schedule = decoder(), hea.UptrainingSchedule([("linear", 20), ("nystromformer", None)])
+    names = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1) if has_optimizer else None
+    refuses("no causal form", schedule.step, model, optimizer, step)
+    assert model.config._attn_implementation == "sdpa" and list(model.state_dict()) == names
 
 
 def test_fsdp_is_refused_for_stages_that_learn_other_parameters():
@@ -283,7 +303,7 @@ def test_weights_of_other_stages_are_refused(tmp_path):
         refuses(message, lambda: trainer_of(tmp_path, stages).train(resume_from_checkpoint=resume))  # noqa: B023
     # Later stages may end elsewhere, or be replaced.
     stages = [first, (second[0], 4, second[1]), ("flurka_linear", None, {"share": "none"})]
-    trainer = trainer_of(tmp_path, stages, steps=6, callbacks=[seen := resumption.Attention()])
+    trainer = trainer_of(tmp_path, stages, steps=6, callbacks=[seen := trainings.Attention()])
     trainer.train(resume_from_checkpoint=resume)
     assert seen.names == ["flurka_performer", "flurka_linear", "flurka_linear"]
 

@@ -54,7 +54,8 @@ def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> tuple[int, 
 def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     # Triton's interpreter does not compute products of bfloat16 numbers correctly.
     if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -216,7 +217,9 @@ def _launch(kernel: Any, given: tuple[Any, ...], others: list[Tensor], **constan
     query, key, value, index, log_weight, order, block_q, scale = given
     if order is None:
         order = torch.arange(query.shape[1], device=query.device).expand(query.shape[:2])
-    (batch_heads, num_blocks, num_keys), head_dim, value_dim = index.shape, query.shape[2], value.shape[2]
+    batch_heads, num_blocks, num_keys = index.shape
+    head_dim = query.shape[2]
+    value_dim = value.shape[2]
     itemsize = max(x.element_size() for x in (key, value))
     tiles = tiling(block_q, max(head_dim, value_dim), itemsize, backward=kernel is _backward_kernel)
     chunks = -(-block_q // tiles[0])
@@ -275,7 +278,8 @@ def gather_attend(
 class _GatherAttend(torch.autograd.Function):
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        query, value = given[0], given[2]
+        query = given[0]
+        value = given[2]
         out = value.new_empty(*query.shape[:2], value.shape[2])  # (BH, Nq, Dv)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         if lse.numel():
@@ -290,7 +294,8 @@ class _GatherAttend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        (query, key, value, index), with_log_weight = tensors[:4], ctx.needs_input_grad[4]
+        query, key, value, index = tensors[:4]
+        with_log_weight = ctx.needs_input_grad[4]
         grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         grad_key, grad_value, grad_log_weight = (
             torch.zeros(shape, dtype=torch.float32, device=query.device)

@@ -1,0 +1,69 @@
+"""Budgets bound the cost of a call: its products, sorting and gathers, counted and not timed."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import hf_efficient_attn as hea
+from instances import APPROXIMATE, FIRST, inputs
+from recipes.common.counting import count
+
+LENGTH, HEAD_DIM = 512, 16
+
+
+class Cost(NamedTuple):
+    """What a query costs: products in keys of exact attention, steps of sorting, and gathered keys."""
+
+    keys: float
+    sorting: float = 0.0
+    gathered: float = 0.0
+
+
+# With a budget of 64 columns, of the form that is not causal and of the causal one, planning included. Of a method
+# without a row only the growth with the budget is bounded.
+COSTS = {
+    "approx_kmv": [Cost(130, 1825, 120)],
+    "auto": [Cost(456, 1203, 22), Cost(316, 412, 19)],
+    "eva": [Cost(65, 0, 2), Cost(70, 1, 4)],
+    "flurka_eva": [Cost(67, 0, 2)],
+    "flurka_linear": [Cost(77)],
+    "flurka_performer": [Cost(66)],
+    "hyperattention": [Cost(88, 19, 7), Cost(84, 0, 2)],
+    "kdeformer": [Cost(110, 104, 7), Cost(132, 18, 3)],
+    "linear": [Cost(20), Cost(106)],
+    "linformer": [Cost(128)],
+    "longformer": [Cost(94), Cost(63)],
+    "nearfar": [Cost(456, 1203, 22), Cost(316, 411, 19)],
+    "nystromformer": [Cost(114)],
+    "performer": [Cost(128), Cost(343)],
+    "reformer": [Cost(80, 38, 7)],
+    "scatterbrain": [Cost(117, 1, 0), Cost(128)],
+    "thinformer": [Cost(160, 0, 2)],
+    "wildcat": [Cost(188, 16, 1)],
+}
+# The most keys that one more column of the budget costs.
+GROWTH = 5.0
+
+
+def cost(method: str, columns: int, is_causal: bool) -> Cost:
+    config = hea.method_info(method).config_class(**APPROXIMATE.get(method, {})).with_budget(columns)
+    tensors = inputs(1, 2, LENGTH, HEAD_DIM)
+    with torch.no_grad():
+        found = count(lambda: hea.attention(config, *tensors, is_causal=is_causal))
+    # A key is multiplied and its value is multiplied: four operations for each of their numbers. Both are gathered.
+    rows = 2 * LENGTH
+    return Cost(found.products / (4 * HEAD_DIM * rows), found.sorting / rows, found.gathers / (2 * HEAD_DIM * rows))
+
+
+@pytest.mark.parametrize(
+    ("method", "is_causal"),
+    [(i.method, c) for i in FIRST.values() for c in ((False, True) if i.info.causal else (False,))],
+)
+def test_a_budget_bounds_the_cost(method, is_causal):
+    small, large = (cost(method, columns, is_causal) for columns in (32, 64))
+    grown = (large.keys - small.keys) / 32
+    assert grown <= GROWTH, f"one more column of the budget of {method} costs {grown:.2f} more keys"
+    if method in COSTS:
+        for kind, found, usual in zip(Cost._fields, large, COSTS[method][is_causal], strict=True):
+            assert found <= 1.15 * usual + 1, f"with 64 columns {method} costs {found:.0f} ({kind}), not {usual:.0f}"
