@@ -47,7 +47,7 @@ from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, r
 _LEARNED = "learned_parameters"
 
 
-def convert_checkpoint(
+def convert_saved_model(
     source: "str | os.PathLike[str]",
     output: "str | os.PathLike[str]",
     method: str | EfficientAttentionConfig,
@@ -90,7 +90,7 @@ def convert_checkpoint(
 
 
 class Conversion:
-    """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts.
+    """The conversion of one checkpoint, of which `convert_saved_model` carries out all parts.
 
     Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
     Attributes are `checked`, the source, `place`, the output folder, and `model`, the source's model in eval mode.
@@ -153,7 +153,7 @@ class Conversion:
         hyperparameters: Mapping[str, Any],
         layers: Sequence[Layer] | None,
     ) -> None:
-        """Extend the positions and switch the model to a method; the arguments are those of `convert_checkpoint`."""
+        """Extend the positions and switch the model to a method; the arguments are those of `convert_saved_model`."""
         model, stored = self.model, self.model.config.efficient_attention
         self._method = method if isinstance(method, str) else str(method.method)
         # The hyperparameters that the checkpoint's parameters were learned with.
@@ -176,7 +176,7 @@ class Conversion:
         """Write the result, with the tensors of the source where the model has not changed them.
 
         `add_files` adds files to the folder that it is given, before the model card is made from them. Returns the
-        report of `convert_checkpoint`.
+        report of `convert_saved_model`.
         """
         checked, model = self.checked, self.model
         with self.place.staged() as draft:

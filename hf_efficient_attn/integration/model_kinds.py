@@ -4,8 +4,8 @@ A model needs no row if its attention modules ask Transformers' attention interf
 (`models.uses_interface`). Everything else follows from attributes and names, by the patterns below `KINDS`. All classes
 of Transformers 5.12 and 5.24 were looked through for this module.
 
-What cannot be a row is code, and stays where it runs: a class for attention that does not ask the interface (`patched`,
-whose rows say `is_patched`), and the bias of T5, which is recognised by its code (`distance_bias`).
+What cannot be a row is code, and stays where it runs: a class for attention that neither asks the interface nor has the
+layout of BERT (`patched`), and the bias of T5, which is recognised by its code (`distance_bias`).
 """
 
 import functools
@@ -51,6 +51,9 @@ class ModelKind(NamedTuple):
     projections: Projections | None = None
     # It does not ask the attention interface; the class of the same name in `patched` does.
     is_patched: bool = False
+    # It does not ask the interface, and has the projections and the arguments of BERT's attention module: the folder of
+    # its model in Transformers. Its class in `patched` is made from this row.
+    like_bert_in: str = ""
     # What it does with a (queries, keys) mask, in words, for which a model with it is refused; and the attribute of its
     # config that must be True for that, if there is one.
     needs_matrix: str = ""
@@ -73,7 +76,10 @@ KINDS = (
     ModelKind("(Bert|Roberta)SelfAttention", projections=_BERT),
     ModelKind("DistilBertSelfAttention", projections=_DISTILBERT),
     ModelKind("(ViT|DeiT|T2TViT)Attention", projections=_VIT),
-    ModelKind("(MegatronBert|RemBert|Tapas|RoFormer|Lilt|MPNet)SelfAttention", is_patched=True),
+    ModelKind("MegatronBertSelfAttention", like_bert_in="megatron_bert"),
+    ModelKind("RemBertSelfAttention", like_bert_in="rembert"),
+    ModelKind("TapasSelfAttention", like_bert_in="tapas"),
+    ModelKind("(RoFormer|Lilt|MPNet)SelfAttention", is_patched=True),
     ModelKind("MPNetEncoder", is_patched=True),
     ModelKind("BloomAttention", is_patched=True),
     ModelKind(
@@ -96,14 +102,15 @@ _ORDINARY = ModelKind("")
 
 
 @functools.cache
-def _row(name: str) -> ModelKind | None:
-    return next((kind for kind in KINDS if re.fullmatch(kind.classes, name)), None)
+def row_named(name: str) -> ModelKind:
+    """The row of a class by the name of the class; one without any difference for all others."""
+    return next((kind for kind in KINDS if re.fullmatch(kind.classes, name)), _ORDINARY)
 
 
 def kind_of(cls: type, *, or_base: bool = False) -> ModelKind:
     """The row of a class; with `or_base`, if it has none, that of the first class that it derives from and has one."""
-    rows = (_row(one.__name__) for one in (cls.__mro__ if or_base else (cls,)))
-    return next((row for row in rows if row is not None), _ORDINARY)
+    rows = (row_named(one.__name__) for one in (cls.__mro__ if or_base else (cls,)))
+    return next((row for row in rows if row is not _ORDINARY), _ORDINARY)
 
 
 def is_known_code(cls: type) -> bool:

@@ -92,8 +92,9 @@ def adopt(model: PreTrainedModel) -> None:
     for part in models.models_in(model):  # the innermost last, whose config applies
         for module in part.modules():
             kind = type(module)
-            is_patched = kind_of(kind).is_patched and is_known_code(kind)
-            if is_patched and not getattr(module, "is_decoder", False):
+            row = kind_of(kind)
+            is_known = (row.is_patched or row.like_bert_in) and is_known_code(kind)
+            if is_known and not getattr(module, "is_decoder", False):
                 from hf_efficient_attn.integration import patched  # it imports the models
 
                 module.__class__ = getattr(patched, kind.__name__)

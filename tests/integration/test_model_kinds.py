@@ -48,7 +48,9 @@ def test_a_row_is_for_classes_of_transformers_that_no_other_row_is_for(kind):
     assert all(len(rows) == 1 for rows in shared.values()), shared
 
 
-@pytest.mark.parametrize("name", [name for kind in KINDS if kind.is_patched for name in named(kind)])
+@pytest.mark.parametrize(
+    "name", [name for kind in KINDS if kind.is_patched or kind.like_bert_in for name in named(kind)]
+)
 def test_a_patched_class_derives_from_the_class_of_its_name(name):
     cls = getattr(patched, name)
     assert cls.__module__ == patched.__name__

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.model_types import sizes
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from tiny_models import DECODERS, IMAGE, SIZES, output, tiny_batch, tiny_model
 
 auto = transformers.AutoModel
@@ -99,7 +99,7 @@ def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
         ways += [
             lambda: type(model)(config_of(kind, **values, efficient_attention={"method": method})),
             lambda: hea.convert(model, method, layers=[1]),
-            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", method),
+            lambda: convert_saved_model(tmp_path / "source", tmp_path / "out", method),
         ]
     # Older versions of Transformers compute the attention of some of these models by code of their own.
     if "CLASSES" in words or "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
