@@ -215,6 +215,8 @@ def check_methods(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
                 f"{', '.join(methods_with('causal'))}{advice and f'; or {advice}'}"
             )
+        if is_causal:
+            config.check_causal()
         if is_rectangular and config.needs_square:
             raise UnsupportedAttentionError(
                 f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "

@@ -216,3 +216,14 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
     assert Whole(make(["text.encoder"])).config._attn_implementation == "longformer"
     refuses("no attention in layers", Whole, make(["decoder"]))
     refuses(NO_INTERFACE, Base, make(["text.encoder"]))
+
+
+@pytest.mark.parametrize("changes", [{"num_probes": 8}, {"near_share": 0.5}], ids=str)
+def test_a_decoder_refuses_hyperparameters_that_its_form_does_not_use(changes):
+    """An encoder takes them, and a decoder those of a budget."""
+    model = tiny_model("gpt2", None)
+    before = model.config._attn_implementation
+    refuses(f"{next(iter(changes))}=.* has no effect in the causal form", hea.convert, model, "nearfar", **changes)
+    assert model.config._attn_implementation == before
+    hea.convert(model, hea.NearFarConfig().with_budget(12))
+    hea.convert(tiny_model("bert", None), "nearfar", **changes)

@@ -215,6 +215,13 @@ def test_the_gradient_is_right_where_landmarks_miss_nothing():
     torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("changes", [{"num_groups": 2}, {"num_candidates": 30}, {"num_refinements": 0}], ids=str)
+def test_hyperparameters_of_the_causal_form_have_an_effect(changes):
+    tensors = inputs(1, 2, 300, 8)
+    default, other = (nearfar(*tensors, is_causal=True, block_size=12, num_samples=20, **x) for x in ({}, changes))
+    assert relative_error(other, default) > 1e-4
+
+
 # auto: when attention is exact, and how heads are judged.
 
 auto = hea.functional.auto_attention

@@ -208,6 +208,9 @@ class MethodConfig:
         """
         return False
 
+    def check_causal(self) -> None:
+        """Refuse hyperparameters that have no effect in the causal form, for a decoder. A method has its own checks."""
+
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
         """Return a copy of which every head costs, per query, as much as `columns` exact keys.
 
