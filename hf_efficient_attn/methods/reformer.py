@@ -92,7 +92,8 @@ def _plan(
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     shared = config.shared_query_key
-    scale, dropout_p = (options.scale, options.dropout_p)
+    scale = options.scale
+    dropout_p = options.dropout_p
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         key, plan = _plan(config, query, key, key_mask, options)

@@ -92,7 +92,8 @@ def _plan(
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     is_causal = options.is_causal
-    scale, dropout_p = (options.scale, options.dropout_p)
+    scale = options.scale
+    dropout_p = options.dropout_p
     features = favor(config.num_features, scale, query.shape[3], Draws(options.seed, query.device))
     if options.distance_bias is not None:
 

@@ -84,7 +84,8 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one head at a time without padding, with a dense matrix that has weight 0 for dropped keys."""
     batch, num_heads, _, _ = query.shape
-    count, scale = (config.num_samples, options.scale)
+    count = config.num_samples
+    scale = options.scale
     out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
     for b in range(batch):
         valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]

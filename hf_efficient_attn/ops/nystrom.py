@@ -295,7 +295,8 @@ def landmark_naive(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: LandmarkOptions, kernel: Tensor | None
 ) -> Tensor:
     """Compute `landmark_attention` and `add_convolution` in the readable form, by dense matrices, row after row."""
-    q_len, kv_len = (query.shape[2], key.shape[2])
+    q_len = query.shape[2]
+    kv_len = key.shape[2]
     count, iterations, scale, _ = options
     outs = []
 

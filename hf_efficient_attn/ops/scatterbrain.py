@@ -18,7 +18,7 @@ from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, bias_of, mask_bias
 from hf_efficient_attn.ops.features.maps import Features
-from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, count_of, others, query_state, update_state
+from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, add_to_state, count_of, others, query_state
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import plan_lsh
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -107,7 +107,7 @@ def _bidirectional_blocks(
         index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
         valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
         bias = mask_bias(valid, key.dtype).unsqueeze(2)
-    state = others(update_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
+    state = others(add_to_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
     if plan.key_block is not None:
         block = plan.key_block
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
@@ -131,7 +131,7 @@ def _causal_blocks(
     # (BH, T - 1, 2 S, .)
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
     near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
-    state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
+    state = others(add_to_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
     far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
     return torch.cat((first.out, merge(near, far).out), 1)
 
@@ -164,7 +164,7 @@ def biased_block_attention(
             2
         )
         near = attend(query, key, value, of_pairs, scale=scale, dropout_p=dropout_p)
-        sums, log = update_state(None, key, value, valid, features)  # (BH, T, F, Dv + 8), (BH, T)
+        sums, log = add_to_state(None, key, value, valid, features)  # (BH, T, F, Dv + 8), (BH, T)
         weight = block_bias(own, size) * LOG2_E + log.unsqueeze(1)  # (BH, T, T)
         log = weight.detach().amax(2).clamp(min=-1e30)
         far = torch.bmm((weight - log.unsqueeze(2)).exp2(), sums.flatten(2)).view_as(sums)

@@ -17,7 +17,7 @@ from hf_efficient_attn.ops.attend import Partial, merge
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import sums
 from hf_efficient_attn.ops.features.maps import Features, elu_features, elu_map, favor, orthogonal_features
-from hf_efficient_attn.ops.features.sums import Tokens, causal, log_weights_naive, update_state
+from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal, log_weights_naive
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.sampled_keys.sampling import inclusion_probabilities
 from hf_efficient_attn.ops.strata import independent_sample, stratified_ranks, systematic_sample
@@ -268,7 +268,7 @@ def test_the_causal_scan(name, with_state, monkeypatch):
         return out, lse, *torch.autograd.grad(out.square().sum() + lse[:, 7:].sum(), leaves, allow_unused=True)
 
     def ours(now, earlier):
-        state = update_state(None, *earlier[1:], features(name)) if with_state else None
+        state = add_to_state(None, *earlier[1:], features(name)) if with_state else None
         return causal(now, features(name), state=state)
 
     def naive(now, earlier):

@@ -119,7 +119,8 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
     sampling = _sampling_options(config, query, options)
-    q_len, kv_len = (query.shape[2], key.shape[2])
+    q_len = query.shape[2]
+    kv_len = key.shape[2]
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         table = sampling.table

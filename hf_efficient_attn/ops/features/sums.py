@@ -71,7 +71,7 @@ def union(*states: FeatureState) -> FeatureState:
     return FeatureState(sums, log)
 
 
-def update_state(
+def add_to_state(
     state: FeatureState | None, key: Tensor, value: Tensor, key_mask: Tensor | None, features: Features
 ) -> FeatureState:
     """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state, or to no tokens for None."""
@@ -112,7 +112,7 @@ def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) ->
     step = slice_size(2 * numel, tokens.key.device)
     state = None
     for key, value, key_mask in _segments(step, *tokens[1:]):
-        state = update_state(state, key, value, key_mask, features)
+        state = add_to_state(state, key, value, key_mask, features)
 
     def some_queries(query: Tensor) -> Tensor:
         assert state is not None

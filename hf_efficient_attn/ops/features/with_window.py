@@ -26,6 +26,7 @@ from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.features.sums import (
     FeatureState,
     Tokens,
+    add_to_state,
     bidirectional,
     causal,
     features_beyond,
@@ -34,7 +35,6 @@ from hf_efficient_attn.ops.features.sums import (
     query_state,
     through_directions,
     union,
-    update_state,
 )
 from hf_efficient_attn.ops.shards import Shards, gather
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -240,7 +240,7 @@ def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor
     value = value.to(dtype)
     before = None if state is None else FeatureState(state.sums, state.log)
     if not call.window_size:
-        return update_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
+        return add_to_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
     valid = torch.ones_like(key[..., 0]) if key_mask is None else key_mask[:, None].to(dtype)
     valid = valid.expand(batch, num_heads, length)  # (B, H, N)
     kept = call.window_size + 1
@@ -254,7 +254,7 @@ def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor
         value = torch.cat((state.value, value), 2)
         valid = torch.cat((state.valid, valid), 2)
     # For each token that came in, one leaves the window of the next query.
-    sums = update_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
+    sums = add_to_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
     # A copy, so that the other tokens are not kept in memory.
     return WindowState(*sums, *(x[:, :, length:].clone() for x in (key, value, valid)))
 

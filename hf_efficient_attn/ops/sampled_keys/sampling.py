@@ -194,7 +194,8 @@ def density_norms(
         (BH, 1, Nk), by position.
     """
     norms = options.scores
-    block_q, is_same = (near.block_q, query.shape[1] == key.shape[1])
+    block_q = near.block_q
+    is_same = query.shape[1] == key.shape[1]
     assert callable(norms)
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
     block_keys = near.start[:, :, None] + integers(near.block_k, key.device)  # (BH, T, block_k)
