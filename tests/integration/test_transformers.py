@@ -303,7 +303,7 @@ def test_unknown_names_and_values_are_refused_at_once():
         (lambda: hea.convert(model, "linear", layers=[0, 7]), r"no attention in layers \[7\]; its layers are \[0, 1\]"),
         (lambda: tiny_model("bert", efficient_attention={"method": "linear", "layers": [1, 9]}), r"layers \[9\]"),
         (lambda: hea.convert(model, "sdpa", layers=[0]), "takes no layers"),
-        (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already says"),
+        (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already say"),
     ):
         refuses(words, call)
         assert model.config._attn_implementation == "sdpa" and model.config.efficient_attention is None
