@@ -62,7 +62,7 @@ def results(instance: Instance, is_causal: bool) -> list[Tensor]:
 def test_no_tensor_has_the_default_dtype(instance, is_causal, monkeypatch):
     monkeypatch.setattr(index, "_results", OrderedDict())
     expected = results(instance, is_causal)
-    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+    for dtype in (torch.float64, torch.bfloat16):  # float16 is one more half precision
         monkeypatch.setattr(index, "_results", OrderedDict())
         with default_dtype(dtype), Results(dtype) as recorded:
             found = results(instance, is_causal)
@@ -89,4 +89,4 @@ def test_promises(method, dtype):
     with default_dtype(dtype):
         for name, promise in PROMISES.items():
             if promise.applies(FIRST[method]):
-                attack(name, FIRST[method], 2)
+                attack(name, FIRST[method], 2 if promise.share > 0.1 else 1)  # what takes seconds is rare
