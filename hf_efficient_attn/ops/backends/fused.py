@@ -37,8 +37,8 @@ def fused_forward(call: AttendCall, kernel: Kernel) -> Partial:
     """Compute `Backend.forward` by a kernel for accelerators."""
     query, key, value, bias, scale, _, _ = call
     shape = query.shape[:3]
-    columns = None if bias is None else bias[:, :, 0]  # (BH, T, Nk)
-    query, key, value, _ = share_blocks(*widen(query, key, value, columns, 0, scale), None)
+    key_bias = None if bias is None else bias[:, :, 0]  # (BH, T, Nk)
+    query, key, value, _ = share_blocks(*widen(query, key, value, key_bias, 0, scale), None)
     out, lse = kernel(query, key, value)
     out = out[..., : call.value.shape[3]].reshape(*shape, -1).to(call.value.dtype)
     lse = lse.reshape(shape)
@@ -75,9 +75,9 @@ def fused_backward(
     query, key, value, bias, scale, _, _ = call
     dim = query.shape[3]
     value_dim = value.shape[3]
-    columns = None if bias is None or mask is not None else bias[:, :, 0]  # (BH, T, Nk)
+    key_bias = None if bias is None or mask is not None else bias[:, :, 0]  # (BH, T, Nk)
     further = 0 if grad_lse is None else 2
-    wide = widen(query.to(dtype), key.to(dtype), value.to(dtype), columns, further, scale)
+    wide = widen(query.to(dtype), key.to(dtype), value.to(dtype), key_bias, further, scale)
     grad_out, out = (pad(x.to(dtype), (0, wide[0].shape[3] - value_dim)) for x in (grad_out, partial.out))
     if grad_lse is not None:  # as a sum of two numbers of the dtype
         out[..., value_dim : value_dim + 2] = -1.0
@@ -111,28 +111,28 @@ def _blocks_of(arranged: Tensor, key: Tensor) -> int:
 
 
 def widen(
-    query: Tensor, key: Tensor, value: Tensor, columns: Tensor | None, further: int, scale: float
+    query: Tensor, key: Tensor, value: Tensor, key_bias: Tensor | None, further: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pad the tensors to the dimensions that a kernel takes. Two more dimensions of the keys hold the bias (., ., Nk).
 
     `further` is the number of dimensions that the values need besides their own.
     """
     dim = query.shape[3]
-    width = max(dim + (0 if columns is None else 2), value.shape[3] + further)
+    width = max(dim + (0 if key_bias is None else 2), value.shape[3] + further)
     if width > dim or width > value.shape[3] or query.device.type != "cpu":
         width += -width % 8
-    if columns is not None:
-        key = key.expand(-1, max(key.shape[1], columns.shape[1]), -1, -1)
+    if key_bias is not None:
+        key = key.expand(-1, max(key.shape[1], key_bias.shape[1]), -1, -1)
     # The kernels assume that the numbers of a token are contiguous.
     query, key, value = (
         pad(x, (0, width - x.shape[3])) if width > x.shape[3] else (x if x.stride(3) == 1 else x.contiguous())
         for x in (query, key, value)
     )
-    if columns is not None:
+    if key_bias is not None:
         unit = _unit(query.dtype, scale)
         # 0 times -inf would be NaN.
         least = -6e4 if query.dtype == torch.float16 else -1e30
-        column = (columns / (scale * unit)).clamp(min=least, max=-least)  # (BH or 1, T or 1, Nk)
+        column = (key_bias / (scale * unit)).clamp(min=least, max=-least)  # (BH or 1, T or 1, Nk)
         query[..., dim : dim + 2] = unit
         key[..., dim] = high = column.to(key.dtype)
         key[..., dim + 1] = column - high

@@ -76,48 +76,46 @@ def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFa
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
     key = key - key.mean(1, keepdim=True)
     landmarks = choose_landmarks(query, key, options)
-    far = _attend_to_landmarks(query, landmarks, represent(key, value, landmarks), options)
+    represented = represent(key, value, landmarks)
+    far = _attend_to_landmarks(query, landmarks, represented, options)
     probes = compute_probes(query, key, value, options) if options.num_probes else None
     heads = _heads_with_near_keys(far.out, probes, options)
     out = far.out
-    if heads is not None and len(heads) == len(query):
-        out = _with_near_keys(query, key, value, far, options)
-    elif heads is not None:
-        some_query, some_key, some_value = (x.index_select(0, heads) for x in (query, key, value))
-        some = _with_near_keys(some_query, some_key, some_value, far.select(heads), options)
-        out = out.index_copy(0, heads, some)
+    if heads is not None:
+        keys = CountedKeys(key, value, landmarks.key, represented.landmark, represented.key_bias)
+        if len(heads) == len(query):
+            out = _with_near_keys(query, keys, far, options)
+        else:
+            some_query, some_out, some_lse = (x.index_select(0, heads) for x in (query, *far))
+            some_keys = CountedKeys(*(x.index_select(0, heads) for x in keys))
+            out = out.index_copy(0, heads, _with_near_keys(some_query, some_keys, Partial(some_out, some_lse), options))
     return out if probes is None else correct_by_probes(query, out, probes)
 
 
-class LandmarkAttention(NamedTuple):
-    """Attention to the landmarks, and what each key counts in it.
+class CountedKeys(NamedTuple):
+    """Keys, and what landmarks count for them.
 
     Attributes:
-        out: (BH, Nq, Dv).
-        lse: (BH, Nq, 1).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
         center: (BH, m, D), the keys of the landmarks.
         landmark: int64 (BH, Nk), the landmark of each key.
         key_bias: (BH, Nk), the log of each key's weight on its landmark.
     """
 
-    out: Tensor
-    lse: Tensor
+    key: Tensor
+    value: Tensor
     center: Tensor
     landmark: Tensor
     key_bias: Tensor
 
-    def select(self, heads: Tensor) -> "LandmarkAttention":
-        """Return some of the heads."""
-        return LandmarkAttention(*(x.index_select(0, heads) for x in self))
 
-
-def _attend_to_landmarks(
-    query: Tensor, landmarks: Landmarks, keys: Represented, options: NearFarOptions
-) -> LandmarkAttention:
+def _attend_to_landmarks(query: Tensor, landmarks: Landmarks, keys: Represented, options: NearFarOptions) -> Partial:
+    """Compute attention to the landmarks: out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
     bias = keys.bias.view(len(query), 1, 1, -1)  # (BH, 1, 1, m)
     tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], bias
     out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)  # (BH, 1, Nq, Dv), (BH, 1, Nq)
-    return LandmarkAttention(out[:, 0], lse.mT, landmarks.key, keys.landmark, keys.key_bias)
+    return Partial(out[:, 0], lse.mT)
 
 
 def _heads_with_near_keys(out: Tensor, probes: "Probes | None", options: NearFarOptions) -> Tensor | None:
@@ -212,41 +210,21 @@ def _weight_of_probes(missing: Tensor) -> Tensor:
     return weight
 
 
-def _with_near_keys(
-    query: Tensor, key: Tensor, value: Tensor, far: LandmarkAttention, options: NearFarOptions
-) -> Tensor:
+def _with_near_keys(query: Tensor, keys: CountedKeys, far: Partial, options: NearFarOptions) -> Tensor:
     """Replace what landmarks count for near keys by exact attention: (BH, Nq, Dv)."""
-    groups = group_queries(torch.bmm(query, directions(key)), options.num_groups)
+    groups = group_queries(torch.bmm(query, directions(keys.key)), options.num_groups)
 
-    def some_heads(groups: Groups, query: Tensor, key: Tensor, value: Tensor, far: LandmarkAttention) -> Tensor:
+    def some_heads(groups: Groups, query: Tensor, keys: CountedKeys, far: Partial) -> Tensor:
         queries = take(query, groups.query)  # (BH, G, b, D)
-        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)  # (BH, G, w)
-        counts = CountedKeys(key, value, far.center, far.landmark, far.key_bias)
-        exact, counted = near_attention(queries, groups.slot, near, counts, options.scale, options.dropout_p)
-        return replace_counted(Partial(far.out, far.lse), counted, exact)
+        near = find_near_keys(queries.mean(2), keys.key, options.block_size, options.scale)  # (BH, G, w)
+        exact, counted = near_attention(queries, groups.slot, near, keys, options.scale, options.dropout_p)
+        return replace_counted(far, counted, exact)
 
     # The near keys of all groups, and the scores of all keys for the means of the groups.
-    numel = groups.query.shape[1] * max(options.block_size * max(key.shape[2], value.shape[2]), key.shape[1])
-    size = slice_size(numel // _LARGER_SLICES, key.device)
-    return sliced(some_heads, groups, query, key, value, far, size=size, draws=options.dropout_p > 0.0)
-
-
-class CountedKeys(NamedTuple):
-    """Keys, and what landmarks count for them.
-
-    Attributes:
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        center: (BH, m, D), the keys of the landmarks.
-        landmark: int64 (BH, Nk), the landmark of each key.
-        key_bias: (BH, Nk), the log of each key's weight on its landmark.
-    """
-
-    key: Tensor
-    value: Tensor
-    center: Tensor
-    landmark: Tensor
-    key_bias: Tensor
+    _, kv_len, head_dim = keys.key.shape
+    numel = groups.query.shape[1] * max(options.block_size * max(head_dim, keys.value.shape[2]), kv_len)
+    size = slice_size(numel // _LARGER_SLICES, query.device)
+    return sliced(some_heads, groups, query, keys, far, size=size, draws=options.dropout_p > 0.0)
 
 
 def near_attention(
