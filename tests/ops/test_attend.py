@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from each import attend_naive, close
@@ -26,6 +27,20 @@ BIASES = {
     "none": None, "of keys": (3, 4, 1, 33), "of shared keys": (3, 1, 1, 33), "of all heads": (1, 1, 1, 33),
     "of pairs": (1, 1, 7, 33), "of pairs of blocks": (1, 4, 7, 33),
 }  # fmt: skip
+
+
+class DtypesOfCalls(TorchDispatchMode):
+    """Records the dtypes of query, key and value of every call of a fused kernel, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[set[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in str(func):
+            first = 1 if "backward" in str(func) else 0
+            self.dtypes.append({x.dtype for x in args[first : first + 3]})
+        return func(*args, **(kwargs or {}))
 
 
 def windows(x: Tensor) -> Tensor:
@@ -109,6 +124,21 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
     for loss in (out.sum(), out.sum() + lse.sum()):
         for grad, x in zip(torch.autograd.grad(loss, given, retain_graph=True), given, strict=True):
             assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_keys_and_values_may_have_other_dtypes_than_queries(device):
+    """The kernels take one dtype. The output has that of the values, and each gradient that of its tensor."""
+    for dtypes in itertools.permutations((torch.float32, torch.bfloat16, torch.float16)):
+        given = [
+            x.to(device, t) for x, t in zip((numbers(3, 4, 7, 8), *[numbers(3, 4, 9, 8)] * 2), dtypes, strict=True)
+        ]
+        given = [x.requires_grad_() for x in given]
+        with DtypesOfCalls() as calls:
+            out, lse = attend(*given, scale=0.4)
+            grads = torch.autograd.grad(out.sum() + lse.sum(), given)
+        assert len(calls.dtypes) == 2 and {len(x) for x in calls.dtypes} == {1}
+        assert (out.dtype, lse.dtype, *(x.dtype for x in grads)) == (dtypes[2], torch.float32, *dtypes)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def fused_forward(call: AttendCall, kernel: Kernel) -> Partial:
     query, key, value, bias, scale, _, _ = call
     shape = query.shape[:3]
     key_bias = None if bias is None else bias[:, :, 0]  # (BH, T, Nk)
-    query, key, value, _ = share_blocks(*widen(query, key, value, key_bias, 0, scale), None)
+    wide = widen(query, key.to(query.dtype), value.to(query.dtype), key_bias, 0, scale)
+    query, key, value, _ = share_blocks(*wide, None)
     out, lse = kernel(query, key, value)
     out = out[..., : call.value.shape[3]].reshape(*shape, -1).to(call.value.dtype)
     lse = lse.reshape(shape)
