@@ -33,7 +33,7 @@ from hf_efficient_attn.integration.settings import (
     settings_of,
     warn_beyond_calibration,
 )
-from hf_efficient_attn.integration.shards import PARALLEL, shard_attention, shards_of
+from hf_efficient_attn.integration.shards import shard_attention, shards_of
 from hf_efficient_attn.methods import MethodConfig, attention, get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 
@@ -91,16 +91,8 @@ def read_call(
 ) -> LayerCall:
     """Read a call of an attention module, and refuse, in the name of a method, what would be lost.
 
-    Args:
-        name: stands in messages: a method, or what else computes the call.
-        module: the attention module.
-        location: where it is in its model.
-        key: (B, H, Nk, D), of which only the length and the device are read.
-        attention_mask: as `inputs.padding_mask` made it; None for no padding.
-        kwargs: the other arguments, as Transformers gives them to an attention function. What is read is removed.
-
-    Raises:
-        UnsupportedAttentionError: an argument cannot be kept.
+    Only the length and the device of the key (B, H, Nk, D) are read. `attention_mask` is as `inputs.padding_mask` made
+    it, and `kwargs` are the other arguments of an attention function of Transformers. What is read is removed.
     """
     dropout, scale, is_causal = kwargs.pop("dropout", 0.0), kwargs.pop("scaling", None), kwargs.pop("is_causal", None)
     distance_bias = take_bias(module, kwargs, key.device) if ARGUMENT in kwargs else None
@@ -163,7 +155,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         tensors = (query, key, value)
-        shards = shards_of(module, kwargs) if is_parallel(module) else None
+        shards = shards_of(module, kwargs)
         refuse_context_parallel(name, module)
         call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
         method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
@@ -303,11 +295,6 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
             f"as DeepSpeed's Ulysses (sp_size), or attn_implementation={EXACT!r}"
         )
     return None  # a model whose layers have different numbers of heads
-
-
-def is_parallel(module: nn.Module) -> bool:
-    """Whether the model of an attention module is divided over processes by `hea.sequence_parallel`."""
-    return getattr(module, PARALLEL, None) is not None
 
 
 def sharded_parameters(module: nn.Module) -> list[Any]:

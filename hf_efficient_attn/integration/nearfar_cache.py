@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.settings import method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
@@ -197,8 +197,7 @@ class NearFarCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
-        if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
-            raise UnsupportedAttentionError(f"NearFarCache: {columns=} must be an integer, {_SMALLEST} or more")
+        check_positive("NearFarCache: columns", columns, least=_SMALLEST)
         if not isinstance(config, PreTrainedConfig):
             raise UnsupportedAttentionError(
                 f"NearFarCache takes the config of a model, not {shown(config)}: model.config"

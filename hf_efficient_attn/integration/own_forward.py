@@ -14,15 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import (
-    is_parallel,
-    location_of,
-    read_call,
-    required_tensors,
-    sharded_parameters,
-)
+from hf_efficient_attn.integration.attention import location_of, read_call, required_tensors, sharded_parameters
 from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
 from hf_efficient_attn.integration.settings import method_at, method_of
+from hf_efficient_attn.integration.shards import PARALLEL
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 
@@ -77,7 +72,7 @@ def _forward(
         form is None
         or names is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or is_parallel(module)
+        or getattr(module, PARALLEL, None) is not None
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):

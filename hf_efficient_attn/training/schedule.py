@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_efficient_attn.conversion.convert import requested_settings
-from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, check_positive, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import parse_value
@@ -169,10 +169,7 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
         values = _inherited(attention, before) | values
     settings = requested_settings(attention, layers, values)
     name = str(settings.method if settings else attention)
-    if isinstance(distill, bool) or not isinstance(distill, int) or distill < 0:
-        raise UnsupportedAttentionError(
-            f"distill={distill!r}: give the number of steps of the distillation before a stage, or 0 for none"
-        )
+    check_positive("distill", distill, least=0, advice="the steps of the distillation before the stage, or 0 for none")
     learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
     if distill and learning:
         reason = learning if settings else f"{name!r} is exact attention"

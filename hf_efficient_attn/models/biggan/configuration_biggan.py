@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.errors import check_positive, unknown_name
 from hf_efficient_attn.models.imagenet import imagenet_labels
 
 logger = logging.get_logger(__name__)
@@ -76,11 +76,8 @@ class BigGANConfig(PreTrainedConfig):
         num_classes = next(iter(given.values()), 1000)
         sizes = {key: getattr(self, key) for key in ("z_dim", "class_embed_dim", "channel_width", "n_stats")}
         for name, value in {**sizes, "num_classes": num_classes}.items():
-            minimum = 2 if name == "n_stats" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be positive, not {self.eps!r}")
+            check_positive(name, value, least=2 if name == "n_stats" else 1)
+        check_positive("eps", self.eps, is_count=False)
         if self.layers is None:
             self.layers = _LAYERS.get(128 if self.output_dim is None else self.output_dim)
         if self.layers is None:

@@ -22,6 +22,7 @@ from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
 from hf_efficient_attn.models.biggan.layers import (
     BigGANBatchNorm,
@@ -225,8 +226,8 @@ class BigGANModel(PreTrainedModel):
         Raises:
             ValueError: a truncation is outside (0, 1], two use the same row, or a count is below 1.
         """
-        if min(num_samples, batch_size) < 1:
-            raise ValueError(f"num_samples={num_samples} and batch_size={batch_size} must be at least 1")
+        check_positive("num_samples", num_samples)
+        check_positive("batch_size", batch_size)
         fillings = rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
         modes = {module: module.training for module in self.modules()}
