@@ -201,23 +201,18 @@ class _Capture:
         tensors, empty = (query, key, value, read.key_mask), value.new_empty(0)
         call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias)
         if location.window is None:
-            out = self._computed(call)
-            self._visit(call._replace(exact=out))
+            out = self._compute(call)
         else:
             out = exact_layer(*tensors, is_causal=read.is_causal, scale=read.scale, dropout_p=0.0, window=read.window)
-            if self._has_windows:
-                self._visit(call._replace(exact=out))
-        return out.to(value.dtype).transpose(1, 2).contiguous(), None
-
-    def _computed(self, call: Call) -> Tensor:
-        out = self._compute(call)
-        if not out.isfinite().all():
+        if location.window is None and not out.isfinite().all():
             raise UnsupportedAttentionError(
                 f"{'exact ' if self._compute is exact_attention_of else ''}attention in {call.name} gives values that "
                 f"are not finite ({call.value.dtype}), so that errors cannot be measured. Check the weights, or load "
                 "the model in float32"
             )
-        return out
+        if location.window is None or self._has_windows:
+            self._visit(call._replace(exact=out))
+        return out.to(value.dtype).transpose(1, 2).contiguous(), None
 
 
 @contextlib.contextmanager

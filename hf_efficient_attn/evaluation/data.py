@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedModel
 
 # Up to Transformers 5.12, `transformers.AutoImageProcessor` needs torchvision.
@@ -50,9 +51,8 @@ class Inputs(NamedTuple):
 
     def to(self, device: torch.device) -> "Inputs":
         """The inputs on a device."""
-        values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.values.items()}
-        masked, targets = (None if x is None else x.to(device) for x in (self.masked, self.targets))
-        return self._replace(values=values, masked=masked, targets=targets)
+        moved: Inputs = tree_map_only(Tensor, lambda x: x.to(device), self)
+        return moved
 
 
 def task_of(model: PreTrainedModel) -> str:
@@ -98,11 +98,6 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
     return f"The model {extension}. Results are compared with exact attention at the same length."
 
 
-def files_of(data: Files | None) -> list[pathlib.Path]:
-    """The files and folders of data, none for None."""
-    return [pathlib.Path(data)] if isinstance(data, str | pathlib.Path) else list(data or ())
-
-
 class ModelData:
     """Inputs for a model: texts or pictures of a file, Python's documentation, or random pixels.
 
@@ -136,7 +131,7 @@ class ModelData:
         self.task, self.rows, self.longest = task_of(model), rows, longest
         self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
-        files = files_of(data)
+        files = [pathlib.Path(data)] if isinstance(data, str | pathlib.Path) else list(data or ())
         others = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self.name = f"{files[0].name}{others}" if files else GENERATED if self.is_image else DOCUMENTATION
         self.is_real = bool(files) or not self.is_image

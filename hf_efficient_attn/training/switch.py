@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -127,7 +126,10 @@ def switch_stage(
     inner = unwrap(model)
     roots = transformers_models(inner)
     state, name, before = Snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
-    former = _attention_of_modules(roots)
+    former: _Attention = {}
+    for one in (one for root in roots for one in attention_modules(root)):
+        learned = learned_of(one.module)
+        former[one.module] = one.chosen, {} if learned is None else learned.tensors()
     convert(inner, stage.settings or stage.attention)
     try:
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
@@ -153,7 +155,10 @@ def switch_stage(
         if optimizer is not None:
             _update_optimizer(optimizer, before, after)
         if world_size() > 1:
-            _rebuild_wrappers_of(inner)
+            # Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
+            for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+                if getattr(wrapper, "module", None) is inner:
+                    _rebuild(wrapper)
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
@@ -164,15 +169,6 @@ def switch_stage(
 _Attention: TypeAlias = dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]]
 
 
-def _attention_of_modules(roots: Sequence[PreTrainedModel]) -> _Attention:
-    """What the attention modules of some models compute."""
-    found: _Attention = {}
-    for one in (one for root in roots for one in attention_modules(root)):
-        learned = learned_of(one.module)
-        found[one.module] = one.chosen, {} if learned is None else learned.tensors()
-    return found
-
-
 def _compute_as(former: _Attention, call: Call) -> Tensor:
     """The output of a call as its module computed it before a switch."""
     method, parameters = former.get(call.module, (None, {}))
@@ -180,16 +176,6 @@ def _compute_as(former: _Attention, call: Call) -> Tensor:
         return exact_attention_of(call)
     # Parameters that the model no longer has did not move with it to another device.
     return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
-
-
-def _rebuild_wrappers_of(model: nn.Module) -> None:
-    """Rebuild the `DistributedDataParallel` around a model whose parameters have changed.
-
-    Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
-    """
-    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        if getattr(wrapper, "module", None) is model:
-            _rebuild(wrapper)
 
 
 @torch.no_grad()
