@@ -26,7 +26,7 @@ def convert(
     layers: Sequence[Any] | None = None,
     **hyperparameters: Any,
 ) -> nn.Module:
-    """Switch a model to a method, in place. The settings are saved with the model.
+    """Switch a model to a method, in place, and return it. The settings are saved with the model.
 
     The switch is one transaction: if it fails for any reason, the model is as it was before.
 
@@ -39,9 +39,6 @@ def convert(
         layers: indices of the layers to switch (all others become exact), names such as "encoder", or entries of a mix;
             None for all layers. See `EfficientAttentionConfig`.
         **hyperparameters: replace those of the method or its config.
-
-    Returns:
-        The same model.
 
     Raises:
         UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, the model does not support the
@@ -104,7 +101,8 @@ def requested_settings(
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
     """Extend the learned position tables of BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and similar models, in place.
 
-    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
+    The same model is returned. Its config is updated, so that the model can be saved and loaded. The tokenizer has a
+    `model_max_length` of its own.
 
     Args:
         model: a Transformers model, or a module that contains some.
@@ -113,9 +111,6 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
             positions stay neighbours. "interpolate" stretches it linearly, so that position i of n keeps its relative
             position.
-
-    Returns:
-        The same model.
 
     Raises:
         UnsupportedAttentionError: before anything is changed, for a `max_length` that is no integer or smaller than the
