@@ -39,20 +39,12 @@ from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_param
 
 @dataclass(frozen=True)
 class Stage:
-    """One attention and the point in training at which it ends.
+    """One attention and the point in training at which it ends."""
 
-    Attributes:
-        attention: the name of a method, or "sdpa" or another implementation of exact attention.
-        end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
-            None for the end of training.
-        settings: the value for `config.efficient_attention`; None for exact attention.
-        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
-            stage; 0 for none.
-    """
-
-    attention: str
-    end: float | int | None
-    settings: EfficientAttentionConfig | None = None
+    attention: str  # the name of a method, or "sdpa" or another implementation of exact attention
+    end: float | int | None  # the number of completed steps then, or their share of all; None for the end of training
+    settings: EfficientAttentionConfig | None = None  # for `config.efficient_attention`; None for exact attention
+    # Steps in which the new learned parameters imitate the attention before the switch to the stage; 0 for none.
     distill: int = 0
 
 
