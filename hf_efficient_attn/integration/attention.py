@@ -168,15 +168,13 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
             keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
             warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
+        options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
         if shards is not None:
             parameters = {} if method is None else required_tensors(module, method, call.location.name)
-            options = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
             out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
         elif method is None:
-            out = exact_layer(
-                *tensors, call.key_mask, is_causal=call.is_causal, scale=call.scale, dropout_p=call.dropout_p,
-                distance_bias=call.distance_bias, window=call.window,
-            )  # fmt: skip
+            options |= {"distance_bias": call.distance_bias, "window": call.window}
+            out = exact_layer(*tensors, call.key_mask, **options)
         else:
             out = _attend_by_method(name, module, method, call, tensors, cached)
         return out.transpose(1, 2).contiguous(), None
