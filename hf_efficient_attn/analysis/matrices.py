@@ -118,9 +118,7 @@ def near_field_pairs(
     names = config.hyperparameters()
     sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in names]
     if not sizes or ("num_features" in names and not any(sizes)):
-        raise UnsupportedAttentionError(
-            f"{config.method} has no near field of pairs. Methods that have one: {proposed}"
-        )
+        raise UnsupportedAttentionError(f"{config.method} has no near field of pairs. Methods with one: {proposed}")
     if "num_samples" in names:
         config = make_config(config, num_samples=0)
     if getattr(config, "near_field", None) == "auto" and not is_causal:
@@ -148,8 +146,7 @@ def residual_matrix(
 ) -> Tensor:
     """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
 
-    D is that of the whole matrix A, as in Eq. 11. The arguments and refusals are those of `near_field_pairs`, and the
-    result is float64 (B, H, Nq, Nk).
+    D is that of the whole matrix A, as in Eq. 11. Arguments as in `near_field_pairs`; float64 (B, H, Nq, Nk).
     """
     pairs = near_field_pairs(method_or_config, query, key, seed=seed, **options)
     return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
@@ -229,8 +226,7 @@ def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
     """
     if approximate.shape != exact.shape or exact.ndim < 2:
         raise UnsupportedAttentionError(
-            f"relative_error: give two outputs of one shape (..., N, Dv); got {tuple(approximate.shape)} and "
-            f"{tuple(exact.shape)}"
+            f"relative_error: give one shape (..., N, Dv); got {tuple(approximate.shape)} and {tuple(exact.shape)}"
         )
     exact = exact.double()
     difference = approximate.double() - exact

@@ -154,8 +154,7 @@ def replace_sdpa(
 def restore_sdpa(model: nn.Module) -> nn.Module:
     """End all replacements of `replace_sdpa` in a model, such as a copy, or a model that `torch.load` has read.
 
-    A replacement that began with a larger model ends in all of it. The same model is returned; what is no module is
-    refused.
+    A replacement that began with a larger model ends in all of it. Returns the model; what is no module is refused.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedAttentionError(f"restore_sdpa: give a torch.nn.Module, not {shown(model)}")
