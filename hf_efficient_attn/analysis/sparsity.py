@@ -1,7 +1,6 @@
 """Are attention matrices of low rank, and are the entries of Gaussian kernel matrices concentrated?
 
-Parts of `hea.analysis`. The source of the second question is "Improved Algorithms for Kernel Matrix-Vector
-Multiplication under Sparsity Assumptions" (2024; the sparsity paper below), section 4. Its matrices are dense float64.
+Parts of `hea.analysis`, which names the papers. The matrices are dense, (n, n) in float64.
 """
 
 from collections.abc import Iterator
@@ -36,8 +35,7 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 
     K_ij = exp(-|q'_i - k'_j|^2 scale / 2) is the Gaussian kernel matrix that Lemma 4.1 derives from the queries and
     keys of the whole sequence. For the prefix of length i, the head is the i largest entries of K[:i, :i], and the tail
-    is the other i^2 - i entries. Assumption A says that this ratio is at most a constant; the paper finds less than
-    4.6 on BERT.
+    is the other i^2 - i entries. Assumption A says that this ratio is bounded; the paper finds less than 4.6 on BERT.
 
     Args:
         query: (..., n, D), without padding.

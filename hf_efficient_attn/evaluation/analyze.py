@@ -24,7 +24,7 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import check_positive
-from hf_efficient_attn.evaluation import calibration
+from hf_efficient_attn.evaluation import calibration, choices
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
@@ -34,7 +34,6 @@ from hf_efficient_attn.evaluation.capture import (
     forward,
     summarize_attention,
 )
-from hf_efficient_attn.evaluation.choices import Choice, accept, choose_each, choose_one, measure_seconds
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
@@ -209,18 +208,18 @@ class _Analysis:
             "partial": partial,
         }
 
-    def _choose(self, missing: Sequence[Layer], *, is_over: bool) -> Mapping[Layer, Choice]:
+    def _choose(self, missing: Sequence[Layer], *, is_over: bool) -> Mapping[Layer, choices.Choice]:
         """The method and the budget of each layer that can be converted, without the layers that are missing."""
         study = self._study
         table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
-        accepted = accept(table, self.candidates, self.max_error, study.assumed_spread)
+        accepted = choices.accept(table, self.candidates, self.max_error, study.assumed_spread)
         # After Ctrl-C the user does not want to wait for more measurements.
-        measure = None if is_over else functools.partial(measure_seconds, self.model, self.batch)
-        choose = choose_each if self.per_layer else choose_one
+        measure = None if is_over else functools.partial(choices.measure_seconds, self.model, self.batch)
+        choose = choices.choose_each if self.per_layer else choices.choose_one
         return choose(accepted, study.seconds, measure)
 
     def _recommended(
-        self, chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, *, is_over: bool
+        self, chosen: Mapping[Layer, choices.Choice], settings: EfficientAttentionConfig, *, is_over: bool
     ) -> dict[str, Any]:
         """The entry "recommended" of the result."""
         given = self.model, self.batch, settings

@@ -1,7 +1,6 @@
 """Inputs of any length for a model, and the task that the model is for.
 
-Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), which is part of every
-Python installation, or random pixels.
+Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), or random pixels.
 """
 
 import importlib.util
@@ -10,6 +9,7 @@ import math
 import pathlib
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,14 +25,15 @@ from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
-from hf_efficient_attn.evaluation.texts import read_texts, tokens_of
-from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens
+from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of, texts_in
 
 # Files and folders with inputs: one or several.
 Files: TypeAlias = str | pathlib.Path | Sequence[pathlib.Path]
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
 # In the inputs of a masked language model, one of this many tokens is masked.
 _MASK_INTERVAL = 7
+# Characters of a text that are tokenized per token that is needed: a token has about four.
+_CHARACTERS_PER_TOKEN = 16
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
 _TOKENIZER_FILES = (
@@ -221,9 +222,8 @@ class ModelData:
     def inputs(self, length: int, start: int, count: int, chunk: int | None = None) -> Inputs:
         """The inputs with the indices start, ..., start + count - 1, as far as they exist, of a length that is checked.
 
-        Pictures have the nearest possible number of tokens. With `chunk`, the pieces of this many tokens of each text,
-        one after another, take the place of the text. They have their special tokens, and the last two overlap, so that
-        all have the same length.
+        Pictures have the nearest possible number of tokens. With `chunk`, pieces of this many tokens take the place of
+        each text. They have special tokens, and the last two overlap, so that all are as long.
         """
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))
@@ -273,3 +273,40 @@ def _side(size: Any) -> int | None:
     if isinstance(size, (list, tuple)) and len(set(size)) == 1:
         size = size[0]
     return size if isinstance(size, int) and size > 0 else None
+
+
+def read_texts(files: Sequence[pathlib.Path], length: int, rows: int) -> list[str]:
+    """As many texts of files and folders as `rows` inputs of `length` tokens need, in an order drawn at random.
+
+    The order does not depend on how many are needed. A single file is read as it is.
+    """
+    paths, texts, characters = [path for file in files for path in texts_in(file)], list[str](), 0
+    for index in torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist():
+        texts.append(text_of(paths[index]))
+        characters += len(texts[-1])
+        if len(texts) >= rows and characters >= _CHARACTERS_PER_TOKEN * rows * length:
+            break
+    return texts
+
+
+def tokens_of(texts: Sequence[str], encode: Callable[[str], Sequence[int]], length: int, rows: int) -> Tensor:
+    """The tokens of some texts, int64 (N,), more than `rows` inputs of `length` tokens need if there are as many.
+
+    The first inputs are the first `length` tokens of each text, then come the second ones, and so on. What is left at
+    the ends of the texts follows, so that many short texts make inputs, too.
+    """
+    # No text gives more characters than are needed, and long texts give equally many.
+    left, limit = _CHARACTERS_PER_TOKEN * rows * length, 0
+    for number, size in enumerate(sorted(map(len, texts))):
+        limit = min(size, -(-left // (len(texts) - number)))
+        left -= limit
+    encoded = [encode(text[:limit]) for text in texts]
+    counts = [len(tokens) // length for tokens in encoded]
+    whole = (
+        tokens[index * length : (index + 1) * length]
+        for index in range(max(counts))
+        for tokens, count in zip(encoded, counts, strict=True)
+        if index < count
+    )
+    ends = (tokens[count * length :] for tokens, count in zip(encoded, counts, strict=True))
+    return torch.tensor([*chain.from_iterable(whole), *chain.from_iterable(ends)], dtype=torch.int64)

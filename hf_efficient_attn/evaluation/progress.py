@@ -66,8 +66,7 @@ def carry_out(plan: Sequence[Step], execution: Execution) -> Generator[Step, Non
     """Yield steps until the time limit, with a progress bar in proportion to their costs.
 
     The first step is always carried out. A stage ends at its first other step that is not expected to end in time, at
-    the pace of the steps before it; then comes the next stage. A step is done when the next one is requested. Closing
-    the generator removes the bar.
+    the pace of the steps before it; then comes the next stage. A step is done when the next one is requested.
     """
     layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     begin, done, over = time.monotonic(), 0.0, -1

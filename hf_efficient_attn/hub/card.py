@@ -1,8 +1,7 @@
 """The model card of a converted checkpoint, made from the files in its folder only.
 
-The card's own part is between two markers in README.md. When the card is written again, the text before and after the
-markers is kept, as are the keys of the front matter that the card does not set. All text of the own part is in the
-template, `card.md.jinja`.
+The card's own part is between two markers in README.md. When it is written again, the text around the markers is kept,
+as are the keys of the front matter that it does not set. The template is `card.md.jinja`.
 """
 
 import pathlib
@@ -173,8 +172,7 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
         name: The title of the card; by default the name of the folder. `push` replaces it by that of the repository.
 
     Raises:
-        UnsupportedAttentionError: The folder does not contain a converted checkpoint, or one of the files is damaged.
-            Nothing has been written.
+        UnsupportedAttentionError: It is no converted checkpoint, or a file is damaged. Nothing is written.
     """
     text, path = make_card(folder, name), pathlib.Path(folder) / NAME
     with replacing(path) as draft:

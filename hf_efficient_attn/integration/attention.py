@@ -236,8 +236,7 @@ def _attend_by_method(
     heads = head_slice_of(name, module, num_heads)
     if heads is not None:
         parameters = parameters_of_slice(method, parameters, heads, num_heads)
-    # In training the seed comes from the global generators, so that gradient checkpointing draws the same again.
-    # Otherwise it depends on the layer alone.
+    # In training the global generators draw, so that gradient checkpointing draws the same again.
     seed = None if module.training else call.seed
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed, "parameters": parameters}
     if call.distance_bias is not None:

@@ -261,8 +261,7 @@ def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
 def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
     """The learned tables over token positions that each of some models holds itself, not through another one of them.
 
-    Such a table is an embedding with a usual name and as many entries as the config says. The entries before `offset`
-    are not counted there.
+    Such an embedding has a usual name and as many entries as the config says, which does not count `offset`.
     """
     found: dict[int, tuple[PreTrainedModel, PositionTable]] = {}
     holders = ((part, module, name) for part in parts for module in part.modules() for name in POSITION_TABLES)

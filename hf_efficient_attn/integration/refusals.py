@@ -26,8 +26,7 @@ WARNED = "_efficient_attention_warned"
 def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:
     """Refuse what a model cannot run of what its configs ask for, `chosen` being the modules to which they apply.
 
-    A model that gets more parts (`is_complete` is False) may lack layers that `layers` names, or all attention. It is
-    checked again when it has them.
+    A model that gets more parts (`is_complete` is False) may lack layers that `layers` names, and is checked again.
     """
     kind, through = type(model).__name__, [found for found in chosen if models.uses_interface(type(found.module))]
     named = {part: name for part in models.models_in(model) if (name := method_of(part.config))}

@@ -61,8 +61,7 @@ def export_kernel(
         A report of plain values: method, output, function (the `attn_implementation`) and backends.
 
     Raises:
-        UnsupportedAttentionError: The method has learned parameters or is not part of this package, or the output
-            cannot be written. Nothing has been written.
+        UnsupportedAttentionError: The method learns parameters or is not of this package, or the output is refused.
         OSError: A file could not be written. Nothing of the output remains.
     """
     info = get_method(method).info

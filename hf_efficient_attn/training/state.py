@@ -25,8 +25,7 @@ class SavedState:
         saved: what `save` got, or None.
         rows: the number of inputs of the data that the state was made with; 0 if that is not known.
         held_out: the batches that the training of the state has held out.
-        is_longer: whether the training goes on beyond the steps that the state was meant for, which is possible before
-            its second stage begins.
+        is_longer: whether the training goes on beyond the steps of the state, before its second stage.
     """
 
     def __init__(self, output: pathlib.Path, num_steps: int, *, is_discarded: bool) -> None:

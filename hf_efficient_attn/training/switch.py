@@ -193,8 +193,7 @@ def _update_optimizer(
 ) -> None:
     """Remove dropped parameters from the optimizer and add new ones to the groups of similar parameters.
 
-    Each group gets the order of the model's parameters. A new optimizer for the model would have the same order, so a
-    saved optimizer state fits both.
+    Each group gets the order of the model's parameters, so that a saved state fits a new optimizer, too.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
@@ -277,8 +276,7 @@ def training_batches(
 ) -> Iterable[Batch]:
     """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
 
-    The samples of a batch are spread evenly over the data set, which may be sorted. Processes get different batches. A
-    data set that can only be iterated is refused.
+    The samples of a batch are spread evenly over the data set, which may be sorted. One without an index is refused.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UnsupportedAttentionError(

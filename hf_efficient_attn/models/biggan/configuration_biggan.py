@@ -10,8 +10,7 @@ from hf_efficient_attn.models.imagenet import imagenet_labels
 
 logger = logging.get_logger(__name__)
 
-# The blocks, from a resolution of 4 x 4 on: (doubles the resolution, input channels, output channels). Channels are
-# multiples of channel_width.
+# The blocks, from 4 x 4 on: (doubles the resolution, input channels, output channels), in multiples of channel_width.
 _START = ((False, 16, 16), (True, 16, 16), (False, 16, 16), (True, 16, 8), (False, 8, 8))
 _LAYERS = {
     128: (*_START, (True, 8, 4), (False, 4, 4), (True, 4, 2), (False, 2, 2), (True, 2, 1)),
@@ -36,12 +35,10 @@ class BigGANConfig(PreTrainedConfig):
         channel_width: output channels of the last block. The channels of all blocks are multiples of it.
         num_classes: number of classes. It equals `num_labels` and the length of `id2label`, which may hold names.
         layers: (doubles the resolution, input channels, output channels) of each block, with channels in multiples of
-            `channel_width`; the first block takes 16 of them at 4 x 4 pixels. Defaults to the published blocks for an
-            `output_dim` of 128, 256 or 512.
+            `channel_width`, 16 at first. Defaults to the published blocks for an `output_dim` of 128, 256 or 512.
         attention_layer_position: index of the block that the attention layer precedes.
         eps: added to variances and in the spectral norm.
-        n_stats: number of rows in the tables of batch normalization statistics, one for each truncation from 0 to 1 in
-            equal steps.
+        n_stats: number of rows in the tables of batch normalization statistics, for truncations from 0 to 1.
         spectral_norm: False stores plain weights: the weights of a checkpoint with spectral norm are divided by it on
             loading. True keeps the spectral norm as `torch.nn.utils.parametrizations.spectral_norm`, for training.
         initializer_range: standard deviation of new weights.

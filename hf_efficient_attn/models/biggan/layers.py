@@ -1,8 +1,7 @@
 """BigGAN's layers: spectral norm, the noise, and batch normalization whose statistics depend on the truncation.
 
 The PyPI package pytorch-pretrained-biggan divides most weights by their largest singular value (Miyato et al. 2018).
-For each of these weights its checkpoints hold three tensors, `weight_orig` and the vectors `weight_u` and `weight_v` of
-a power iteration, so that in eval mode
+Its checkpoints hold `weight_orig` and the vectors `weight_u` and `weight_v` of a power iteration, so that in eval mode
 
     weight = weight_orig / (u^T W v),   W = weight_orig as a matrix (output channels, all other dimensions).
 

@@ -165,10 +165,8 @@ class BigGANModel(PreTrainedModel):
 
         Args:
             z: (B, z_dim), noise such as `truncated_noise` gives, sampled at the same truncation.
-            class_label: weights of the classes (B, num_classes), one-hot or a mixture; or class indices (B,); or one
-                class index for all images.
-            truncation: in (0, 1]; selects the statistics of batch normalization. It has no effect in training mode,
-                which uses the statistics of the batch.
+            class_label: weights of classes (B, num_classes), one-hot or mixed; or indices (B,); or one index for all.
+            truncation: in (0, 1]; selects the statistics of batch normalization, those of the batch in training.
             **kwargs: return_dict=False returns a tuple.
 
         Returns:

@@ -41,8 +41,7 @@ class T2TViTConfig(PreTrainedConfig):
             published models: a height that is a multiple of the stride gives height / stride tokens.
         kernel_ratio: number of random features of a performer stage, as a multiple of `token_dim`.
         qkv_bias: whether the projections of the backbone have a bias; those of transformer stages never have one.
-        qk_scale: factor of the backbone's logits. None means 1 / sqrt(head_dim). Checkpoints trained with timm's older
-            port use 1 / sqrt(hidden_size).
+        qk_scale: factor of the backbone's logits. None means head_dim**-0.5; timm's older port used hidden_size**-0.5.
         hidden_dropout_prob, attention_probs_dropout_prob: dropout of the backbone.
         drop_path_rate: probability of skipping the last block of the backbone in training; it grows linearly from 0.
         token_dropout_prob: dropout after the attention and the MLP of the token stages. None means the published

@@ -199,8 +199,7 @@ def _renamed(name: str, tensor: Tensor) -> dict[str, Tensor]:
     ours = name
     for pattern, replacement in _NAMES.items():
         ours = re.sub(pattern, replacement, ours)
-    # Fused projections. Transformer stages and the backbone start with the query, performers with the key
-    # (models/token_performer.py, single_attn).
+    # Fused projections, of which the query is the first, or in performers (models/token_performer.py) the key.
     fused = re.search(r"\.(qkv|kqv)\.", ours)
     if fused is None:
         return {ours: tensor}
