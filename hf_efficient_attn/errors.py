@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -53,12 +54,13 @@ def as_dict(value: object, what: str) -> dict[str, Any]:
     return dict(value)
 
 
-def check_positive(name: str, value: object, *, is_count: bool = True) -> None:
-    """Refuse a number of something that is not an integer of 1 or more, or another number that is not above 0."""
+def check_positive(name: str, value: object, *, is_count: bool = True, least: int = 1, advice: str = "") -> None:
+    """Refuse a number of something that is no integer of `least` or more, or another number that is not above 0."""
     types = int if is_count else (int, float)
-    if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < float("inf"):
-        what = "1 or more, an integer" if is_count else "a number above 0"
-        raise UnsupportedAttentionError(f"{name}={shown(value)} must be {what}")
+    smallest = least if is_count else math.ulp(0.0)
+    if isinstance(value, bool) or not isinstance(value, types) or not smallest <= value < math.inf:
+        what = f"{least} or more, an integer" if is_count else "a number above 0"
+        raise UnsupportedAttentionError(f"{name}={shown(value)} must be {what}{advice and f': {advice}'}")
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:

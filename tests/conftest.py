@@ -82,12 +82,12 @@ def calls(monkeypatch):
 def timed_by_columns(monkeypatch):
     """In the choices of `calibrate` and `analyze` a budget takes as many seconds as columns, and exact attention 60."""
 
-    from hf_efficient_attn.evaluation import analyze, calibration, choices
+    from hf_efficient_attn.evaluation import choices
 
     def by_columns(choose):
         return lambda accepted, seconds, measure=None: choose(
             accepted, {(layer, one): 60 if one is None else one.columns or 99 for layer, one in seconds}
         )
 
-    for module, name in ((calibration, "choose_each"), (analyze, "choose_each"), (analyze, "choose_one")):
-        monkeypatch.setattr(module, name, by_columns(getattr(choices, name)))
+    for name in ("choose_each", "choose_one"):
+        monkeypatch.setattr(choices, name, by_columns(getattr(choices, name)))

@@ -1,8 +1,6 @@
 """Are attention matrices of low rank, and are the entries of Gaussian kernel matrices concentrated?
 
-Parts of `hea.analysis`. The source of the second question is "Improved Algorithms for Kernel Matrix-Vector
-Multiplication under Sparsity Assumptions" (2024; called the sparsity paper below), section 4. Its matrices are dense,
-(n, n) in float64.
+Parts of `hea.analysis`, which names the papers. The matrices are dense, (n, n) in float64.
 """
 
 from collections.abc import Iterator
@@ -24,15 +22,10 @@ _CHUNK_ENTRIES = 1 << 25
 
 
 class OrderRatios(NamedTuple):
-    """Ratios of the n-th largest entry of an n x n kernel matrix to smaller entries; inf where float64 overflows.
+    """Ratios of the n-th largest entry of an n x n kernel matrix to smaller entries; inf where float64 overflows."""
 
-    Attributes:
-        to_double: (...), ratio to the 2n-th largest entry.
-        to_next: (...), ratio to the (n+1)-th largest entry.
-    """
-
-    to_double: Tensor
-    to_next: Tensor
+    to_double: Tensor  # (...), ratio to the 2n-th largest entry
+    to_next: Tensor  # (...), ratio to the (n+1)-th largest entry
 
 
 @in_float64
@@ -42,8 +35,7 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 
     K_ij = exp(-|q'_i - k'_j|^2 scale / 2) is the Gaussian kernel matrix that Lemma 4.1 derives from the queries and
     keys of the whole sequence. For the prefix of length i, the head is the i largest entries of K[:i, :i], and the tail
-    is the other i^2 - i entries. Assumption A says that this ratio is at most a constant; the paper finds less than
-    4.6 on BERT.
+    is the other i^2 - i entries. Assumption A says that this ratio is bounded; the paper finds less than 4.6 on BERT.
 
     Args:
         query: (..., n, D), without padding.
@@ -55,8 +47,7 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
         float64 (..., n - first + 1): the ratios for the prefixes of length first, first + 1, ..., n.
 
     Raises:
-        UnsupportedAttentionError: shapes that do not match, fewer than `first` tokens, or too many tokens for dense
-            (n, n) matrices.
+        UnsupportedAttentionError: shapes that do not match, fewer than `first` tokens, or too many for dense matrices.
     """
     _check_tokens(query, key)
     num_tokens = query.shape[-2]
@@ -72,8 +63,7 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
     """The ratios from logarithms of kernel matrices, (chunk, n, n) -> (chunk, n - first + 1).
 
-    Only the n largest entries of the current prefix are kept from one prefix to the next: the head of a longer prefix
-    never has more than n entries.
+    Only the n largest entries of a prefix are kept for the next, because the head of a prefix never has more.
     """
     num_tokens = log_kernel.shape[-1]
     new = log_kernel[:, :first, :first].flatten(1)
@@ -98,17 +88,7 @@ def order_statistics_ratio(query: Tensor, key: Tensor, *, scale: float | None = 
     much smaller than every entry of the head. The paper finds medians of about 20 and of 1. Its computation meets
     divisions by zero; the logarithms used here do not.
 
-    Args:
-        query: (..., n, D), without padding, n at least 2.
-        key: (..., n, D), of the same shape.
-        scale: factor of the scores; 1/sqrt(D) by default.
-
-    Returns:
-        OrderRatios of float64 (...).
-
-    Raises:
-        UnsupportedAttentionError: shapes that do not match, fewer than 2 tokens, or too many tokens for dense (n, n)
-            matrices.
+    The arguments and refusals are those of `head_to_tail`, with n at least 2. The ratios are float64 (...).
     """
     _check_tokens(query, key)
     num_tokens = query.shape[-2]
@@ -125,8 +105,7 @@ def _log_kernels(query: Tensor, key: Tensor, scale: float | None) -> Iterator[Te
 
     Lemma 4.1: with a further coordinate w_j^2 = max |k|^2 - |k_j|^2 of k_j, and 0 of q_i, the squared distance is
     |q_i|^2 + max |k|^2 - 2 <q_i, k_j>. The term max |k|^2 scales the whole matrix and is left out, since only ratios
-    are used. (The appendix writes w_j = sqrt(-|k_j|^2 + alpha) with alpha = -max |k|^2, which is not real: the sign of
-    alpha is a misprint.)
+    are used. (The appendix writes w_j = sqrt(-|k_j|^2 + alpha) with alpha = -max |k|^2, a misprint of its sign.)
     """
     num_tokens, head_dim = query.shape[-2:]
     factor = head_dim**-0.5 if scale is None else float(scale)
@@ -158,8 +137,7 @@ def _check_tokens(query: Tensor, key: Tensor) -> None:
 def singular_values(matrix: Tensor) -> Tensor:
     """Singular values in descending order: (..., N, M) -> float64 (..., min(N, M)).
 
-    Raises:
-        UnsupportedAttentionError: not a floating-point matrix, or one whose decomposition takes more than minutes.
+    What is no floating-point matrix is refused, and one whose decomposition takes more than minutes.
     """
     _check_matrix("singular_values", matrix)
     if min(matrix.shape[-2:]) > _MAX_TOKENS:
@@ -175,8 +153,7 @@ def singular_values(matrix: Tensor) -> Tensor:
 def stable_rank(matrix: Tensor) -> Tensor:
     """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.
 
-    Raises:
-        UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.
+    What is no floating-point matrix is refused, and one that does not fit in memory.
     """
     _check_matrix("stable_rank", matrix)
     largest = operator_norm(matrix)

@@ -67,32 +67,22 @@ _KEYS = ("base_model", "license", "pipeline_tag", INSTALL, VERSION, *_LISTS, *_C
 _FROM_CARD = ("license", "pipeline_tag", *_LISTS)
 
 
-# The weight files of a checkpoint, in order: their paths, tensors by name, and metadata. Tensors of safetensors are
-# views of the file, on the CPU.
+# The weight files of a checkpoint: paths, tensors by name, metadata. Tensors of safetensors are views of the file.
 Weights = Mapping[pathlib.Path, tuple[Mapping[str, Tensor], Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
 class CheckedSource:
-    """A checkpoint with files that have been checked. None of its code has run.
-
-    Attributes:
-        folder, inside: The folder with its files, and the folder that no link in it leads out of.
-        hub_id: The hub id if the checkpoint comes from the hub, else None.
-        config, dropped_keys: `config.json` without keys that refer to code or files elsewhere, and their names.
-        weights: The weight files.
-        companions: The files of tokenizer, processor, sentence-transformers and licence, by their paths in the folder.
-        left_out: The names of the other files, which are not read.
-    """
+    """A checkpoint with files that have been checked. None of its code has run."""
 
     folder: pathlib.Path
-    inside: pathlib.Path
-    hub_id: str | None
-    config: Mapping[str, Any]
-    dropped_keys: tuple[str, ...]
+    inside: pathlib.Path  # the folder that no link in `folder` leads out of
+    hub_id: str | None  # None for one that does not come from the hub
+    config: Mapping[str, Any]  # `config.json` without keys that refer to code or files elsewhere
+    dropped_keys: tuple[str, ...]  # their names
     weights: Weights
-    companions: tuple[str, ...]
-    left_out: tuple[str, ...]
+    companions: tuple[str, ...]  # paths in the folder of files of tokenizer, processor, sentence-transformers, licence
+    left_out: tuple[str, ...]  # the names of the other files, which are not read
 
     @property
     def title(self) -> str:
@@ -112,10 +102,8 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
     JSON and tokenizer files are downloaded unless they are in the cache. With `allow_pickle`, `pytorch_model.bin` is
     read, with weights_only=True, if there are no safetensors.
 
-    Raises:
-        UnsupportedAttentionError: There is no such checkpoint, one of its files is missing or damaged, a link or a
-            name leads out of the folder, or the weights are pickles.
-        OSError: The download failed.
+    Refused are a name of no checkpoint, missing and damaged files, links and names that lead out of the folder, and
+    pickles. A download that fails ends in an OSError.
     """
     text = os.fspath(source)
     with refusing(f"the source {shown(text)} is not the name of a folder"):  # too long, or with a null character
@@ -358,8 +346,7 @@ def check_install(text: str, where: str = "--install") -> None:
     """Check what a card is to tell its readers to install; the message begins with `where`.
 
     That is a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-    hf_efficient_attn==0.2.0. Refused are a path on this machine, a name without a version, and a URL with a password or
-    token.
+    hf_efficient_attn==0.2.0. Refused are local paths, names without a version, and URLs with a password or token.
     """
     if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(

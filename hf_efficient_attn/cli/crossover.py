@@ -34,8 +34,7 @@ def crossover(
 
     The lengths of the attention `auto` follow from these, and are greater; they are printed as well. The first time,
     and with --renew, they are measured, which takes some seconds, and stored in $HEA_CACHE, or else in
-    hf_efficient_attn in $XDG_CACHE_HOME or ~/.cache. Models never measure anything themselves: until this command has
-    run, they use built-in lengths.
+    hf_efficient_attn in $XDG_CACHE_HOME or ~/.cache. Until this command has run, models use built-in lengths.
     """
     from hf_efficient_attn.evaluation import crossover as measured
     from hf_efficient_attn.evaluation.timing import use_threads

@@ -2,8 +2,7 @@
 
 Tensors are copied from file to file, bit for bit and in their own dtypes, without passing through a model. So tensors
 that the model's class does not know are kept. A model is loaded only to find out which tensors change: the parameters
-that a method learns, and a position table that is extended. The result is opened and loaded again before it replaces
-the output folder.
+that a method learns, and a position table that is extended. The result is loaded again before it replaces the output.
 """
 
 import os
@@ -80,8 +79,7 @@ def convert_saved_model(
         that were not copied), notes, and load, the Python lines that load the result.
 
     Raises:
-        UnsupportedAttentionError: The source, the method, a hyperparameter, a layer or the output cannot be used.
-            Nothing has been written.
+        UnsupportedAttentionError: An argument cannot be used. Nothing has been written.
         OSError: A file could not be read or written. Nothing of the output remains.
     """
     conversion = Conversion(source, output, **options)
@@ -175,8 +173,7 @@ class Conversion:
     def write(self, *, add_files: Callable[[pathlib.Path], object] | None = None) -> dict[str, Any]:
         """Write the result, with the tensors of the source where the model has not changed them.
 
-        `add_files` adds files to the folder that it is given, before the model card is made from them. Returns the
-        report of `convert_saved_model`.
+        `add_files` adds files to the folder, before the card is made. Returns the report of `convert_saved_model`.
         """
         checked, model = self.checked, self.model
         with self.place.staged() as draft:
@@ -345,8 +342,7 @@ def find_changes(
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Compare a converted model with the tensors of its source, which lack the parameters `missing`.
 
-    Returns the tensors that are not in the source or are changed, by their names in files, and the names of the
-    source's tensors that are not copied.
+    Returns the tensors that are new or changed, by their names in files, and the names of those that are not copied.
     """
     prefix, new, present = model.base_model_prefix, dict[str, Tensor](), set[str]()
     unsaved = {*missing, *(model._keys_to_ignore_on_save or ())}

@@ -26,22 +26,18 @@ def convert(
     layers: Sequence[Any] | None = None,
     **hyperparameters: Any,
 ) -> nn.Module:
-    """Switch a model to a method, in place. The settings are saved with the model.
+    """Switch a model to a method, in place, and return it. The settings are saved with the model.
 
     The switch is one transaction: if it fails for any reason, the model is as it was before.
 
     Args:
-        model: a Transformers model; or a module that contains some, such as a PEFT model or a wrapper, all of which are
-            switched.
+        model: a Transformers model; or a module that contains some, such as a PEFT model, which are all switched.
         method_or_config: a method's name or config, an `EfficientAttentionConfig`, or a dictionary as in
             `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations switch back. The
             weights never change, so the model then is what it was before.
         layers: indices of the layers to switch (all others become exact), names such as "encoder", or entries of a mix;
             None for all layers. See `EfficientAttentionConfig`.
         **hyperparameters: replace those of the method or its config.
-
-    Returns:
-        The same model.
 
     Raises:
         UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, the model does not support the
@@ -104,18 +100,14 @@ def requested_settings(
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
     """Extend the learned position tables of BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and similar models, in place.
 
-    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
+    Returns the model, whose config is updated, too. The tokenizer has a `model_max_length` of its own.
 
     Args:
         model: a Transformers model, or a module that contains some.
         max_length: the number of tokens that the model shall take. The tables of RoBERTa (padding_idx + 1) and of OPT
             and BART (2) have some entries more.
         method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
-            positions stay neighbours. "interpolate" stretches it linearly, so that position i of n keeps its relative
-            position.
-
-    Returns:
-        The same model.
+            positions stay neighbours. "interpolate" stretches it linearly, so that relative positions stay.
 
     Raises:
         UnsupportedAttentionError: before anything is changed, for a `max_length` that is no integer or smaller than the
@@ -137,8 +129,7 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
     for present in (table.num_positions for table, _ in tables):
         if max_length < present:
             raise UnsupportedAttentionError(
-                f"the model takes {present} tokens, so that {max_length} would shorten its position table; shorter "
-                "sequences need no change"
+                f"the model takes {present} tokens: {max_length} would shorten its table; shorter inputs need no change"
             )
     for table, config in tables:
         module, embedding = table.module, table.embedding

@@ -13,6 +13,7 @@ import pathlib
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import check_positive
-from hf_efficient_attn.evaluation import calibration
+from hf_efficient_attn.evaluation import calibration, choices
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
@@ -33,7 +34,6 @@ from hf_efficient_attn.evaluation.capture import (
     forward,
     summarize_attention,
 )
-from hf_efficient_attn.evaluation.choices import Choice, accept, choose_each, choose_one, measure_seconds
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
@@ -96,8 +96,8 @@ def analyze(
     check_positive("max_error", max_error, is_count=False)
     summary = summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
-    request = _Request(max_error, per_layer, about or {})
-    analysis = _Analysis(model, batch, summary, candidates, execution or Execution(), request)
+    execution = execution or Execution()
+    analysis = _Analysis(model, batch, summary, candidates, execution, max_error, per_layer, about or {})
     with partial_result(lambda: analysis.result(is_over=True)):
         analysis.run()
         found = analysis.result()
@@ -105,35 +105,28 @@ def analyze(
     return found
 
 
-class _Request(NamedTuple):
-    """Arguments of `analyze`."""
+@dataclass
+class _Analysis:
+    """The measurements of `analyze`, whose arguments it takes, and what follows from them."""
 
+    model: nn.Module
+    batch: Batch
+    summary: AttentionSummary
+    candidates: Sequence[Candidate]
+    execution: Execution
     max_error: float
     per_layer: bool
     about: Mapping[str, Any]
 
-
-class _Analysis:
-    """The measurements of `analyze`, whose arguments it takes, and what follows from them."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        summary: AttentionSummary,
-        candidates: Sequence[Candidate],
-        execution: Execution,
-        request: _Request,
-    ) -> None:
-        self._model, self._batch, self._summary, self._candidates = model, batch, summary, candidates
-        self._execution, self._request = execution, request
-        self._about = {**request.about, "tokens": summary.max_kv_len}
-        self._study = calibration.Study(candidates, summary)
-        self._budgets = sorted({one.columns for one in candidates if one.columns is not None})
-        self._has_properties = summary.max_kv_len <= _MAX_LENGTH
-        self._visits = _plan_visits(candidates, self._budgets, summary, is_limited=execution.minutes is not None)
+    def __post_init__(self) -> None:
+        self.about = {**self.about, "tokens": self.summary.max_kv_len}
+        self._study = calibration.Study(self.candidates, self.summary)
+        self._budgets = sorted({one.columns for one in self.candidates if one.columns is not None})
+        self._has_properties = self.summary.max_kv_len <= _MAX_LENGTH
+        is_limited = self.execution.minutes is not None
+        self._visits = _plan_visits(self.candidates, self._budgets, self.summary, is_limited=is_limited)
         # Of each module: the number of its calls, and of those visits of calls that are done.
-        self._calls = Counter(call.name for call in summary.calls)
+        self._calls = Counter(call.name for call in self.summary.calls)
         self._done = Counter[str]()
         self._entries: dict[str, dict[str, Any]] = {}  # of the modules that are complete
         # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
@@ -141,19 +134,19 @@ class _Analysis:
 
     def run(self) -> None:
         """Measure everything, or what fits into the time."""
-        self._execution.on_begin(self._about)
+        self.execution.on_begin(self.about)
         plan = [
             Step(call.name, visit.cost(call, has_properties=self._has_properties), visit, stage)
             for stage, visit in enumerate(self._visits)
-            for call in self._summary.calls
+            for call in self.summary.calls
         ]
         with (
-            contextlib.closing(carry_out(plan, self._execution)) as steps,
+            contextlib.closing(carry_out(plan, self.execution)) as steps,
             contextlib.suppress(TimeoutError),
         ):
             for _ in self._visits:
-                with capture_attention(self._model, functools.partial(self._visit, steps)):
-                    forward(self._model, self._batch)
+                with capture_attention(self.model, functools.partial(self._visit, steps)):
+                    forward(self.model, self.batch)
 
     def _visit(self, steps: Iterator[Step], call: Call) -> None:
         """Measure in a call what the next step asks for."""
@@ -176,24 +169,24 @@ class _Analysis:
         """Make the entry of a module in "layers": the means of its numbers over sequences."""
         means: dict[Any, Any] = {key: torch.stack(x).mean(0).tolist() for key, x in self._values[call.name].items()}
         errors: dict[str, dict[str, Any]] = {}
-        for columns, candidate in itertools.product(self._budgets, self._candidates):
+        for columns, candidate in itertools.product(self._budgets, self.candidates):
             # A method without a budget has one candidate, the smallest.
             if candidate.columns is not None and candidate.columns <= columns:
                 errors.setdefault(candidate.label, {})[str(columns)] = means.get(candidate)
         properties = {key: means.get(key) for key in ("stable_rank", "head_to_tail")}
         entry = {"layer": call.layer, "name": call.name, **properties, "errors": errors}
         self._entries[call.name] = entry
-        self._execution.on_row(entry)
+        self.execution.on_row(entry)
 
     def result(self, *, is_over: bool = False) -> dict[str, Any] | None:
         """The result of `analyze`; None if no layer was measured. With `is_over` nothing more is measured for it."""
         calls, done = self._calls, self._done
-        for call in self._summary.calls:  # those that were measured in part, too
+        for call in self.summary.calls:  # those that were measured in part, too
             if calls[call.name] <= done[call.name] and call.name not in self._entries:
                 self._add_entry(call)
         if not self._entries:
             return None
-        names = {call.name: call.name if call.layer is None else call.layer for call in self._summary.calls}
+        names = {call.name: call.name if call.layer is None else call.layer for call in self.summary.calls}
         missing = list(dict.fromkeys(label for name, label in names.items() if done[name] < calls[name]))
         needed = {name: len(self._visits) * calls[name] for name in names}
         partial = [label for name, label in names.items() if calls[name] <= done[name] < needed[name]]
@@ -202,34 +195,34 @@ class _Analysis:
         tokens = self._study.tokens
         settings = calibration.make_settings(chosen, max(tokens[layer] for layer in chosen)) if chosen else None
         return {
-            **self._about,
+            **self.about,
             "layers": [self._entries[name] for name in names if name in self._entries],
             "recommended": settings and self._recommended(chosen, settings, is_over=is_over),
             "calibrated": settings and settings.to_dict(defaults=False),
-            "max_error": self._request.max_error,
-            "per_layer": self._request.per_layer,
+            "max_error": self.max_error,
+            "per_layer": self.per_layer,
             "budgets": self._budgets,
-            "is_causal": self._summary.is_causal,
+            "is_causal": self.summary.is_causal,
             "complete": not missing and not partial,
             "left_out": missing,
             "partial": partial,
         }
 
-    def _choose(self, missing: Sequence[Layer], *, is_over: bool) -> Mapping[Layer, Choice]:
+    def _choose(self, missing: Sequence[Layer], *, is_over: bool) -> Mapping[Layer, choices.Choice]:
         """The method and the budget of each layer that can be converted, without the layers that are missing."""
         study = self._study
         table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
-        accepted = accept(table, self._candidates, self._request.max_error, study.assumed_spread)
+        accepted = choices.accept(table, self.candidates, self.max_error, study.assumed_spread)
         # After Ctrl-C the user does not want to wait for more measurements.
-        measure = None if is_over else functools.partial(measure_seconds, self._model, self._batch)
-        choose = choose_each if self._request.per_layer else choose_one
+        measure = None if is_over else functools.partial(choices.measure_seconds, self.model, self.batch)
+        choose = choices.choose_each if self.per_layer else choices.choose_one
         return choose(accepted, study.seconds, measure)
 
     def _recommended(
-        self, chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, *, is_over: bool
+        self, chosen: Mapping[Layer, choices.Choice], settings: EfficientAttentionConfig, *, is_over: bool
     ) -> dict[str, Any]:
         """The entry "recommended" of the result."""
-        given = self._model, self._batch, settings
+        given = self.model, self.batch, settings
         speed = None if is_over else calibration.measure_speed(*given)
         return {
             "layers": [
@@ -244,7 +237,7 @@ class _Analysis:
                 }
                 for layer, choice in chosen.items()
             ],
-            "exact_layers": [layer for layer in self._summary.layers if layer not in chosen],
+            "exact_layers": [layer for layer in self.summary.layers if layer not in chosen],
             "error": statistics.fmean(choice.error for choice in chosen.values()),
             "speed_up": speed and speed.ratio,
             "saves": speed and speed.is_gain,
@@ -317,12 +310,10 @@ def analyze_checkpoint(
     `source` is a folder or hub id, and `device` where PyTorch computes, by default the CPU. With `allow_pickle` weights
     in a .bin file may be read. A converted checkpoint is analyzed with exact attention. Pictures are resized to
     `length` tokens, and the position table of a text model is extended. Without a length it is 2,048 tokens or that of
-    the whole text; for models of pictures of a fixed size, or whose own pictures have more tokens, the number that they
-    have.
+    the whole text; for models of pictures of a fixed size, or with more tokens, that of their pictures.
 
     Returns the result of `analyze`, with "source" (`CheckedSource.title`), "data" {"name", "rows"}, "pixels" (height
-    and width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
-    "machine".
+    and width of pictures, or None), "max_length" (of an extended position table, or None), "notes" and "machine".
     """
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
-from hf_efficient_attn.evaluation import timing
+from hf_efficient_attn.evaluation import choices, timing
 from hf_efficient_attn.evaluation.capture import (
     AttentionSummary,
     Batch,
@@ -22,18 +22,6 @@ from hf_efficient_attn.evaluation.capture import (
     exact_attention_of,
     forward,
     summarize_attention,
-)
-from hf_efficient_attn.evaluation.choices import (
-    ROUNDS,
-    Choice,
-    ErrorTable,
-    Seconds,
-    accept,
-    assumed_spread,
-    choose_each,
-    measure_seconds,
-    times_of,
-    work_of,
 )
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.integration.layers import Layer, in_order
@@ -85,15 +73,12 @@ def calibrate(
     otherwise promise too much; for a single sequence it is all that is known. It is .25 for pictures and for texts of
     up to 512 tokens, and less for longer texts, by the fourth root of their length: .125 for 8,192 tokens. The result
     is reliable for 8 or more sequences that resemble the model's later inputs in kind and length. Errors grow with the
-    length: a model that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048. A model that is converted
-    with the result therefore warns once of a sequence that is longer than those in `batches`.
+    length: a model that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048, so it warns of longer ones.
 
     Args:
-        model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
-            state.
+        model: a Transformers model, or a module that contains some. It and the random state are unchanged afterwards.
         batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
-            or tensors of its main input. All batches are held in memory, but the activations of only one layer and
-            batch.
+            or tensors of its main input. All are held in memory, but the activations of only one layer and batch.
         max_error: the limit, above 0.
         methods: names and configs to choose from. None for the default methods (`MethodConfig.default_rank`) that
             support the model; in models of pictures, with a global first token where they have one. `nearfar` is tried
@@ -138,14 +123,14 @@ def calibrate(
     useful = [one for one in candidates if max(one.columns or 0, one.config.to_measure().exact_length) < longest]
     if not useful:
         refuse_short(longest, sorted({one.columns for one in candidates if one.columns is not None}))
-    measure = functools.partial(measure_seconds, model, longest_batch)
-    chosen = choose_each(accept(table, useful, max_error, study.assumed_spread), study.seconds, measure)
+    measure = functools.partial(choices.measure_seconds, model, longest_batch)
+    chosen = choices.choose_each(choices.accept(table, useful, max_error, study.assumed_spread), study.seconds, measure)
     # Where no budget is accepted, a method that decides in each call can still be used.
     for config in configs_of(methods):
         undecided = config.calibrated(max_error, accepted=False)
         if undecided is not None:
             undecided = make_config(undecided, seed=getattr(config, "seed", 0) + seed)
-            rest = Choice(Candidate(0, undecided), undecided, math.nan, math.nan)
+            rest = choices.Choice(Candidate(0, undecided), undecided, math.nan, math.nan)
             chosen |= {layer: rest for layer in in_order(tokens) if layer not in chosen}
     if not chosen:
         smallest = min(max(errors.values()) for errors in table.values() if errors)
@@ -159,7 +144,7 @@ def calibrate(
         warnings.warn(
             f"at {settings.calibrated_length} tokens this choice saves nothing: its attention is {speed.ratio:.2g} "
             f"times as fast as exact attention on this machine ({speed.ratio_min:.2g} to {speed.ratio_max:.2g} in "
-            f"{ROUNDS} rounds). {HOW_TO_SAVE}",
+            f"{choices.ROUNDS} rounds). {HOW_TO_SAVE}",
             stacklevel=2,
         )
     off = measure_output_error(model, longest_batch, settings)
@@ -168,7 +153,7 @@ def calibrate(
     return settings
 
 
-def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> EfficientAttentionConfig:
+def make_settings(chosen: Mapping[Layer, choices.Choice], calibrated_length: int) -> EfficientAttentionConfig:
     """The settings of a model from the choice for each layer."""
     layers: dict[MethodConfig, list[Layer]] = {}
     for layer, choice in chosen.items():
@@ -183,15 +168,14 @@ def make_settings(chosen: Mapping[Layer, Choice], calibrated_length: int) -> Eff
 def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    It is the longest of the batch. Projections and other parts of the model are not included. Layers that stay exact
-    are.
+    It is the longest of the batch. Layers that stay exact are included, but no projections.
     """
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
     def visit(call: Call) -> None:
         one = call.longest()
-        works = [work_of(one, settings.for_layer(call.location.layer, call.name)), one.compute_exact]
-        seconds.append(times_of(works))
+        works = [choices.work_of(one, settings.for_layer(call.location.layer, call.name)), one.compute_exact]
+        seconds.append(choices.times_of(works))
 
     with capture_attention(model, visit):
         forward(model, batch)
@@ -202,8 +186,7 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
     """|S - E| / |E| of the last hidden states, or of the logits, in the Frobenius norm. None if there are none.
 
-    Tokens that the batch masks do not count. Unlike the errors of layers, this contains what later layers make of the
-    errors of earlier ones.
+    Tokens that the batch masks do not count. Unlike errors of layers, this has what later layers make of earlier ones.
     """
 
     def compute(call: Call) -> Tensor:
@@ -235,13 +218,12 @@ class Study:
     """Errors and times of methods in the layers of a model, which are collected call by call.
 
     `table` has the errors; of several calls in a layer, such as self and cross attention, the largest. `seconds` has
-    the time of a sequence and call, from the calls that were measured. `tokens` has the number of tokens of the longest
-    sequence in each layer.
+    the time of a sequence and call, and `tokens` the tokens of the longest sequence in each layer.
     """
 
     def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
-        self.table: ErrorTable = {}
-        self._taken: Seconds = defaultdict(float)
+        self.table: choices.ErrorTable = {}
+        self._taken: choices.Seconds = defaultdict(float)
         self._sequences = Counter[tuple[Layer, Candidate | None]]()
         self.tokens = Counter[Layer]()
         self._fewest = summary.max_kv_len  # tokens of a sequence
@@ -253,14 +235,14 @@ class Study:
         }
 
     @property
-    def seconds(self) -> Seconds:
+    def seconds(self) -> choices.Seconds:
         """The seconds of candidates in the layers, and of exact attention (None)."""
         return {key: taken / self._sequences[key] for key, taken in self._taken.items()}
 
     @property
     def assumed_spread(self) -> float:
         """What to assume of the spread between sequences, as `accept` takes it."""
-        return assumed_spread(self._fewest, is_text=self._is_text)
+        return choices.assumed_spread(self._fewest, is_text=self._is_text)
 
     def add(self, call: Call, some: Sequence[Candidate] | None = None, first: int = 0) -> dict[Candidate, Tensor]:
         """Measure the methods in a call: candidate -> errors (B, H).
@@ -273,7 +255,7 @@ class Study:
             if some is not None and one not in some:
                 continue
             config = one.config.to_measure()
-            output, taken[one] = _first_time(work_of(call, config))
+            output, taken[one] = _first_time(choices.work_of(call, config))
             found[one] = call.errors(config, None, output)
         if call.layer is None:
             return found

@@ -8,7 +8,8 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,8 +103,7 @@ class Call(NamedTuple):
         """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
         It is 0 for sequences without a valid token, and for calls that a converted model computes exactly. `parameters`
-        are those that the method has learned; None for the values that a conversion starts from. `output` is what
-        `compute` returns, if it is known.
+        are the learned ones; None for those that a conversion starts from. `output` is that of `compute`, if known.
         """
         shape, valid = self.query.shape[:2], None
         if self.chosen(config) is None:
@@ -147,26 +147,21 @@ def exact_attention_of(call: Call) -> Tensor:
     return call._replace(**tensors).compute_exact()
 
 
+@dataclass(eq=False)
 class _Capture:
-    """The attention function of a model whose calls are captured.
+    """The attention function of a model whose calls are captured, with arguments of `capture_attention`."""
 
-    It knows the modules of the models that `add` was called with; `visit`, `compute` and `windows` are arguments of
-    `capture_attention`.
-    """
-
-    takes_distance_bias = True  # as `distance_bias.TAKES_DISTANCE_BIAS` says
-
-    def __init__(
-        self, visit: Callable[[Call], object], compute: Callable[[Call], Tensor], *, has_windows: bool
-    ) -> None:
-        self._visit, self._compute, self._has_windows = visit, compute, has_windows
-        self._known: dict[nn.Module, tuple[ModuleLocation, PreTrainedConfig]] = {}
+    visit: Callable[[Call], object]
+    compute: Callable[[Call], Tensor]
+    windows: bool
+    known: dict[nn.Module, tuple[ModuleLocation, PreTrainedConfig]] = field(default_factory=dict)
+    takes_distance_bias: ClassVar = True  # as `distance_bias.TAKES_DISTANCE_BIAS` says
 
     def add(self, root: PreTrainedModel) -> None:
         """Make a model call this function, which knows its attention modules then."""
         adopt(root)
         for module, location, config, owner in attention_modules(root):
-            self._known[module] = location, config
+            self.known[module] = location, config
             attach_hook(module)
             if uses_interface(type(module)) and not knows_causality(module, owner):
                 raise UnsupportedAttentionError(
@@ -187,12 +182,12 @@ class _Capture:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Compute and visit a call; the arguments are those of an attention function of Transformers."""
-        if module not in self._known:
+        if module not in self.known:
             raise UnsupportedAttentionError(
                 f"a module of class {type(module).__name__} calls the attention interface, but is not recognised as an "
                 "attention module. Measure another model, or give the class a name with 'Attention' in it"
             )
-        location, config = self._known[module]
+        location, config = self.known[module]
         read = read_call("measuring attention", module, location, key, attention_mask, kwargs)
         is_cross = not read.is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
@@ -201,23 +196,17 @@ class _Capture:
         tensors, empty = (query, key, value, read.key_mask), value.new_empty(0)
         call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias)
         if location.window is None:
-            out = self._computed(call)
-            self._visit(call._replace(exact=out))
+            out = self.compute(call)
         else:
             out = exact_layer(*tensors, is_causal=read.is_causal, scale=read.scale, dropout_p=0.0, window=read.window)
-            if self._has_windows:
-                self._visit(call._replace(exact=out))
-        return out.to(value.dtype).transpose(1, 2).contiguous(), None
-
-    def _computed(self, call: Call) -> Tensor:
-        out = self._compute(call)
-        if not out.isfinite().all():
+        if location.window is None and not out.isfinite().all():
             raise UnsupportedAttentionError(
-                f"{'exact ' if self._compute is exact_attention_of else ''}attention in {call.name} gives values that "
-                f"are not finite ({call.value.dtype}), so that errors cannot be measured. Check the weights, or load "
-                "the model in float32"
+                f"{'exact ' if self.compute is exact_attention_of else ''}attention in {call.name} gives values that "
+                f"are not finite ({call.value.dtype}): check the weights, or load the model in float32"
             )
-        return out
+        if location.window is None or self.windows:
+            self.visit(call._replace(exact=out))
+        return out.to(value.dtype).transpose(1, 2).contiguous(), None
 
 
 @contextlib.contextmanager
@@ -228,26 +217,19 @@ def capture_attention(
     *,
     windows: bool = False,
 ) -> Iterator[None]:
-    """Pass every attention call of `model` to `visit` within the context.
+    """Pass every attention call of the Transformers models in `model` to `visit` within the context.
 
-    The model is in eval mode and computes exact attention within the context. Afterwards the model, its configs and the
-    global random state are as they were before. Not thread-safe.
+    They are in eval mode and compute exact attention there, or `compute`, which gets a call whose `exact` is empty, and
+    whose result becomes `exact`. With `windows`, `visit` also gets the calls with a sliding window, which no method
+    computes. Afterwards the model, its configs and the global random state are as they were before. Not thread-safe.
 
-    Args:
-        model: a Transformers model, or a module that contains some.
-        visit: called with each `Call`.
-        compute: another attention, which the model computes in place of the exact one. It gets a call whose `exact` is
-            empty, and what it returns becomes `exact`.
-        windows: whether `visit` gets the calls with a sliding window too, which no method computes.
-
-    Raises:
-        UnsupportedAttentionError: `model` contains no Transformers model, or its attention does not use Transformers'
-            attention interface; in the forward pass, masks other than padding, and arguments that a method ignores.
+    A model whose attention does not use Transformers' attention interface is refused; in the forward pass, masks other
+    than padding, and arguments that a method ignores.
     """
     roots = transformers_models(model)
     before = Snapshot([model])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    capture = _Capture(visit, compute, has_windows=windows)
+    capture = _Capture(visit, compute, windows)
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
     ALL_ATTENTION_FUNCTIONS[_NAME] = capture
@@ -292,11 +274,7 @@ class AttentionSummary(NamedTuple):
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
-    """Run one forward pass of exact attention and describe the model's attention.
-
-    Raises:
-        UnsupportedAttentionError: no numbered layer computes its attention through Transformers' interface.
-    """
+    """Run one forward pass of exact attention and describe the attention; refuse a model without numbered layers."""
     calls: list[Call] = []
 
     def visit(call: Call) -> None:

@@ -1,7 +1,6 @@
 """Inputs of any length for a model, and the task that the model is for.
 
-Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), which is part of every
-Python installation, or random pixels.
+Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), or random pixels.
 """
 
 import importlib.util
@@ -10,11 +9,13 @@ import math
 import pathlib
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map_only
 from transformers import AutoTokenizer, PreTrainedModel
 
 # Up to Transformers 5.12, `transformers.AutoImageProcessor` needs torchvision.
@@ -24,14 +25,15 @@ from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
-from hf_efficient_attn.evaluation.texts import read_texts, tokens_of
-from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens
+from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of, texts_in
 
 # Files and folders with inputs: one or several.
 Files: TypeAlias = str | pathlib.Path | Sequence[pathlib.Path]
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
 # In the inputs of a masked language model, one of this many tokens is masked.
 _MASK_INTERVAL = 7
+# Characters of a text that are tokenized per token that is needed: a token has about four.
+_CHARACTERS_PER_TOKEN = 16
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
 _TOKENIZER_FILES = (
@@ -50,16 +52,14 @@ class Inputs(NamedTuple):
 
     def to(self, device: torch.device) -> "Inputs":
         """The inputs on a device."""
-        values = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.values.items()}
-        masked, targets = (None if x is None else x.to(device) for x in (self.masked, self.targets))
-        return self._replace(values=values, masked=masked, targets=targets)
+        moved: Inputs = tree_map_only(Tensor, lambda x: x.to(device), self)
+        return moved
 
 
 def task_of(model: PreTrainedModel) -> str:
     """The task of a model according to its class; a model of another kind (speech, several inputs) is refused.
 
-    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder that predicts tokens) or
-    "image-classification".
+    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (by an encoder-decoder) or "image-classification".
     """
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
@@ -98,11 +98,6 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
     return f"The model {extension}. Results are compared with exact attention at the same length."
 
 
-def files_of(data: Files | None) -> list[pathlib.Path]:
-    """The files and folders of data, none for None."""
-    return [pathlib.Path(data)] if isinstance(data, str | pathlib.Path) else list(data or ())
-
-
 class ModelData:
     """Inputs for a model: texts or pictures of a file, Python's documentation, or random pixels.
 
@@ -136,7 +131,7 @@ class ModelData:
         self.task, self.rows, self.longest = task_of(model), rows, longest
         self.is_image, self.is_pair = takes_pictures(model), is_encoder_decoder(model)
         self.config, self.dtype = model.config, model.dtype
-        files = files_of(data)
+        files = [pathlib.Path(data)] if isinstance(data, str | pathlib.Path) else list(data or ())
         others = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self.name = f"{files[0].name}{others}" if files else GENERATED if self.is_image else DOCUMENTATION
         self.is_real = bool(files) or not self.is_image
@@ -182,8 +177,7 @@ class ModelData:
         image, patch = (_side(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
         if image is None or patch is None:
             raise UnsupportedAttentionError(
-                f"the config of {type(model).__name__} has no image_size and patch_size, so that the number of "
-                "tokens of a picture is unknown"
+                f"{type(model).__name__} has no image_size and patch_size: the tokens of a picture are unknown"
             )
         self.native, self.patch, self._channels = image, patch, getattr(model.config, "num_channels", 3)
         self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
@@ -220,8 +214,7 @@ class ModelData:
         """Refuse a length that the model or its tokenizer cannot have, with `UnsupportedAttentionError`."""
         if self.is_image and self.pixels_for(length) != self.native and not self.resizes:
             raise UnsupportedAttentionError(
-                f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
-                f"{self.native_tokens}"
+                f"the model takes {self.native} x {self.native} pixels only: give --lengths {self.native_tokens}"
             )
         if length <= sum(map(len, self.special)):
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")
@@ -229,9 +222,8 @@ class ModelData:
     def inputs(self, length: int, start: int, count: int, chunk: int | None = None) -> Inputs:
         """The inputs with the indices start, ..., start + count - 1, as far as they exist, of a length that is checked.
 
-        Pictures have the nearest possible number of tokens. With `chunk`, the pieces of this many tokens of each text,
-        one after another, take the place of the text. They have their special tokens, and the last two overlap, so that
-        all have the same length.
+        Pictures have the nearest possible number of tokens. With `chunk`, pieces of this many tokens take the place of
+        each text. They have special tokens, and the last two overlap, so that all are as long.
         """
         self.check_length(length)
         indices = range(start, min(start + count, self.rows))
@@ -281,3 +273,40 @@ def _side(size: Any) -> int | None:
     if isinstance(size, (list, tuple)) and len(set(size)) == 1:
         size = size[0]
     return size if isinstance(size, int) and size > 0 else None
+
+
+def read_texts(files: Sequence[pathlib.Path], length: int, rows: int) -> list[str]:
+    """As many texts of files and folders as `rows` inputs of `length` tokens need, in an order drawn at random.
+
+    The order does not depend on how many are needed. A single file is read as it is.
+    """
+    paths, texts, characters = [path for file in files for path in texts_in(file)], list[str](), 0
+    for index in torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist():
+        texts.append(text_of(paths[index]))
+        characters += len(texts[-1])
+        if len(texts) >= rows and characters >= _CHARACTERS_PER_TOKEN * rows * length:
+            break
+    return texts
+
+
+def tokens_of(texts: Sequence[str], encode: Callable[[str], Sequence[int]], length: int, rows: int) -> Tensor:
+    """The tokens of some texts, int64 (N,), more than `rows` inputs of `length` tokens need if there are as many.
+
+    The first inputs are the first `length` tokens of each text, then come the second ones, and so on. What is left at
+    the ends of the texts follows, so that many short texts make inputs, too.
+    """
+    # No text gives more characters than are needed, and long texts give equally many.
+    left, limit = _CHARACTERS_PER_TOKEN * rows * length, 0
+    for number, size in enumerate(sorted(map(len, texts))):
+        limit = min(size, -(-left // (len(texts) - number)))
+        left -= limit
+    encoded = [encode(text[:limit]) for text in texts]
+    counts = [len(tokens) // length for tokens in encoded]
+    whole = (
+        tokens[index * length : (index + 1) * length]
+        for index in range(max(counts))
+        for tokens, count in zip(encoded, counts, strict=True)
+        if index < count
+    )
+    ends = (tokens[count * length :] for tokens, count in zip(encoded, counts, strict=True))
+    return torch.tensor([*chain.from_iterable(whole), *chain.from_iterable(ends)], dtype=torch.int64)

@@ -48,14 +48,8 @@ def default_configs(
     """Configs of the default methods for a model: "compare" gives one of each, "calibrate" the fastest first.
 
     In bidirectional attention "calibrate" gives all variants of each. Classifiers of pictures read the first token,
-    which therefore has to attend to all tokens: methods that have global tokens get one.
-
-    Args:
-        purpose: what the configs are for.
-        is_causal: whether some of the model's attention is causal.
-        takes_pictures: whether it is a model of pictures.
-        has_distance_bias: whether some scores have a bias by distance.
-        is_rectangular: whether some of the attention has fewer keys than queries by construction.
+    which therefore has to attend to all tokens: methods that have global tokens get one. The facts about the model are
+    those of an `AttentionSummary`.
     """
     infos = map(method_info, default_methods(purpose=purpose))
     suitable = [info for info in infos if info.causal >= is_causal and info.rectangular >= is_rectangular]

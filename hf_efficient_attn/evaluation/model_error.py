@@ -121,8 +121,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     Args:
         model: a model with a method of this package in some layers. It is unchanged afterwards, and so is the random
             state; the errors are those of eval mode.
-        batch: a mapping of the model's arguments (`attention_mask` included), or a tensor of its main input. Queries at
-            masked positions do not count.
+        batch: a mapping of the model's arguments, or its main input. Queries at masked positions do not count.
         num_rows: queries of each head whose exact output is computed; None for all of them, which costs as much as
             exact attention. Then the bound equals the error.
         seed: which queries are sampled.
@@ -171,8 +170,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         forward(model, batch)
     if not errors:
         raise UnsupportedAttentionError(
-            "the batch has no valid token in any attention layer, so that there is nothing to measure: check its "
-            "attention_mask"
+            "the batch has no valid token in any layer, so that nothing can be measured: check attention_mask"
         )
     return ModelError(tuple(errors), num_rows)
 

@@ -37,16 +37,11 @@ def partial_result(result: Callable[[], Any]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a measurement is carried out and followed. The time limit counts from the creation of the object.
+    """How a measurement is carried out and followed. The time limit counts from the creation of the object."""
 
-    Attributes:
-        minutes: limit of the duration; None for no limit. A step that is not expected to end in time is left out.
-        on_row: called with every row of the result as soon as it is complete.
-        on_begin: called once before the steps with what is known of the result by then, such as the names of methods.
-    """
-
-    minutes: float | None = None
-    on_row: Callable[[Any], None] = lambda row: None
+    minutes: float | None = None  # a step that is not expected to end in this time is left out; None for no limit
+    on_row: Callable[[Any], None] = lambda row: None  # called with every row of the result as soon as it is complete
+    # Called once before the steps with what is known of the result by then, such as the names of methods.
     on_begin: Callable[[Any], None] = lambda about: None
     _start: float = field(default_factory=time.monotonic, repr=False)
 
@@ -71,8 +66,7 @@ def carry_out(plan: Sequence[Step], execution: Execution) -> Generator[Step, Non
     """Yield steps until the time limit, with a progress bar in proportion to their costs.
 
     The first step is always carried out. A stage ends at its first other step that is not expected to end in time, at
-    the pace of the steps before it; then comes the next stage. A step is done when the next one is requested. Closing
-    the generator removes the bar.
+    the pace of the steps before it; then comes the next stage. A step is done when the next one is requested.
     """
     layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     begin, done, over = time.monotonic(), 0.0, -1

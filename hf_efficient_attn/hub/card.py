@@ -1,8 +1,7 @@
 """The model card of a converted checkpoint, made from the files in its folder only.
 
-The card's own part is between two markers in README.md. When the card is written again, the text before and after the
-markers is kept, as are the keys of the front matter that the card does not set. All text of the own part is in the
-template, `card.md.jinja`.
+The card's own part is between two markers in README.md. When it is written again, the text around the markers is kept,
+as are the keys of the front matter that it does not set. The template is `card.md.jinja`.
 """
 
 import pathlib
@@ -74,14 +73,12 @@ class Facts:
         parts: Pairs of the name of a part of a composite model ("" for the model itself) and its settings.
         origin: The contents of `efficient_attention.json`, with None for keys that it does not have.
         kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
-        code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
-            there is no such code.
+        code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`), or None.
         benchmark: The contents of `benchmark.json`, or None.
         distillation: The contents of `distillation.json`, or None.
 
     Raises:
         UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
-            The message names the file.
     """
 
     def __init__(self, folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> None:
@@ -91,8 +88,7 @@ class Facts:
         if not self.parts and not (may_be_exact and self.has(FILE)):
             raise UnsupportedAttentionError(
                 f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint "
-                "of it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, "
-                "method)"
+                "of it with 'hf-efficient-attn convert', or hea.convert(model, method) and model.save_pretrained"
             )
         with refusing(f"{folder / 'config.json'} cannot be understood"):
             name = (config.get("architectures") or [None])[0]
@@ -163,25 +159,20 @@ def _settings_of_parts(
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
-    """Write README.md of a converted checkpoint, from its config.json and the result files of commands in its folder.
+    """Write README.md of a converted checkpoint, from the files in its folder, and return its path.
 
-    The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
-    card, byte for byte. Of a README.md that exists, the part between the markers is replaced, and in the front matter
-    the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. The
-    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
-    describes a conversion.
+    The files are config.json, efficient_attention.json, benchmark.json and distillation.json. The same files give the
+    same card, byte for byte. Of a README.md that exists, the part between the markers is replaced, and in the front
+    matter the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. The
+    key `base_model_relation` is not set, because none of its values (adapter, merge, ...) describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
             exact attention, has an efficient_attention.json, and gets a card that says so.
         name: The title of the card; by default the name of the folder. `push` replaces it by that of the repository.
 
-    Returns:
-        The path of README.md.
-
     Raises:
-        UnsupportedAttentionError: The folder does not contain a converted checkpoint, or one of the files is damaged.
-            Nothing has been written.
+        UnsupportedAttentionError: It is no converted checkpoint, or a file is damaged. Nothing is written.
     """
     text, path = make_card(folder, name), pathlib.Path(folder) / NAME
     with replacing(path) as draft:
@@ -269,7 +260,6 @@ def escape(value: object) -> str:
 
 
 def _context(facts: Facts, title: str) -> dict[str, Any]:
-    """The variables of the template."""
     architecture = facts.architecture or ""
     own_type = model_type(architecture)
     exact = {c.method: c.exact_length for c in sorted(facts.configs, key=lambda config: -config.exact_length)}

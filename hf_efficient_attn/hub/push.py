@@ -32,23 +32,15 @@ class PushError(OSError):
 
 
 class PushPlan(NamedTuple):
-    """What `push` would send.
+    """What `push` would send."""
 
-    Attributes:
-        files: (path in the repository, size in bytes).
-        problems: What is missing in the card.
-        refusals: Why `push` would refuse the folder.
-        install: What the card tells its readers to give to `pip install`; None if that is not known, or if the card was
-            written by hand.
-        card: The text of the card as it would be sent.
-        changes: {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
-    """
-
-    files: tuple[tuple[str, int], ...]
-    problems: tuple[str, ...]
-    refusals: tuple[str, ...]
+    files: tuple[tuple[str, int], ...]  # path in the repository, size in bytes
+    problems: tuple[str, ...]  # what is missing in the card
+    refusals: tuple[str, ...]  # why `push` would refuse the folder
+    # What the card tells its readers to give to `pip install`; None if it is not known, or the card written by hand.
     install: str | None
-    card: str
+    card: str  # as it would be sent
+    # {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
     changes: Mapping[str, bytes]
 
 
@@ -119,22 +111,17 @@ def push(
     """Send a converted checkpoint to the hub in one commit; the repository is created if it does not exist.
 
     The hub checks the card before anything is created. Weights of an earlier push that are not in the folder are
-    deleted from the repository, because Transformers would load an old model.safetensors instead of new shards. In the
-    card that is sent, the title and the examples name the repository. After an interruption, calling `push` again sends
-    the rest.
+    deleted from the repository, because Transformers would load an old model.safetensors instead of new shards. The
+    card that is sent names the repository. After an interruption, calling `push` again sends the rest.
 
     Args:
         folder: The folder of a checkpoint that `convert` wrote.
         repo_id: "ORG/NAME".
         private: Whether a new repository becomes private. An existing public repository is then refused.
         install: What readers of the card give to `pip install` to get this package: a URL, or a requirement with a
-            version. It is stored in the folder, in efficient_attention.json and in the card. By default what is stored
-            there.
+            version. It is stored in the folder, in efficient_attention.json and the card, where the default is.
         message: The title of the commit.
         token: The hub's token; by default the one that huggingface_hub finds (HF_TOKEN, `hf auth login`).
-
-    Returns:
-        What was sent.
 
     Raises:
         UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; or the card could

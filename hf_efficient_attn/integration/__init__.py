@@ -1,8 +1,7 @@
 """The connection to Transformers: one attention function and one mask function per method, and a few extensions.
 
 Transformers has an interface for the two functions, but none for what a checkpoint must carry (`attn_implementation` is
-dropped on every save), nor for changing a model that was just made. `register` therefore extends its base classes once,
-in these places only:
+dropped on every save), nor for changing a model that was just made. `register` therefore extends its base classes:
 
 - `PreTrainedConfig.efficient_attention` is an attribute, which `to_dict` contains together with the method's name, and
   `_attn_implementation` refuses methods for parts that a model does not have (`configs`).

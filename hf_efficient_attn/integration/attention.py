@@ -33,7 +33,7 @@ from hf_efficient_attn.integration.settings import (
     settings_of,
     warn_beyond_calibration,
 )
-from hf_efficient_attn.integration.shards import PARALLEL, shard_attention, shards_of
+from hf_efficient_attn.integration.shards import shard_attention, shards_of
 from hf_efficient_attn.methods import MethodConfig, attention, get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 
@@ -91,16 +91,8 @@ def read_call(
 ) -> LayerCall:
     """Read a call of an attention module, and refuse, in the name of a method, what would be lost.
 
-    Args:
-        name: stands in messages: a method, or what else computes the call.
-        module: the attention module.
-        location: where it is in its model.
-        key: (B, H, Nk, D), of which only the length and the device are read.
-        attention_mask: as `inputs.padding_mask` made it; None for no padding.
-        kwargs: the other arguments, as Transformers gives them to an attention function. What is read is removed.
-
-    Raises:
-        UnsupportedAttentionError: an argument cannot be kept.
+    Only the length and the device of the key (B, H, Nk, D) are read. `attention_mask` is as `inputs.padding_mask` made
+    it, and `kwargs` are the other arguments of an attention function of Transformers. What is read is removed.
     """
     dropout, scale, is_causal = kwargs.pop("dropout", 0.0), kwargs.pop("scaling", None), kwargs.pop("is_causal", None)
     distance_bias = take_bias(module, kwargs, key.device) if ARGUMENT in kwargs else None
@@ -163,7 +155,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         tensors = (query, key, value)
-        shards = shards_of(module, kwargs) if is_parallel(module) else None
+        shards = shards_of(module, kwargs)
         refuse_context_parallel(name, module)
         call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
         method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
@@ -176,15 +168,13 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
             keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
             warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
+        options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
         if shards is not None:
             parameters = {} if method is None else required_tensors(module, method, call.location.name)
-            options = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
             out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
         elif method is None:
-            out = exact_layer(
-                *tensors, call.key_mask, is_causal=call.is_causal, scale=call.scale, dropout_p=call.dropout_p,
-                distance_bias=call.distance_bias, window=call.window,
-            )  # fmt: skip
+            options |= {"distance_bias": call.distance_bias, "window": call.window}
+            out = exact_layer(*tensors, call.key_mask, **options)
         else:
             out = _attend_by_method(name, module, method, call, tensors, cached)
         return out.transpose(1, 2).contiguous(), None
@@ -214,8 +204,7 @@ def _computing_cache_layer(name: str, method: MethodConfig | None, call: LayerCa
     if isinstance(key, NewKeys):
         raise UnsupportedAttentionError(
             f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
-            f"{call.location.name} of this model now computes something else: start with a new cache after "
-            "switching the model"
+            f"{call.location.name} of the model now computes something else: start with a new cache"
         )
     return None
 
@@ -228,9 +217,8 @@ def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor
     if mask is None or is_tracing(key) or mask.shape[1] == key.shape[2]:
         return
     raise UnsupportedAttentionError(
-        f"{name}: the mask is for {mask.shape[1]} keys, and {layer} has {key.shape[2]}: the layers of the cache have "
-        "different lengths, for example after a call that failed: start with a new cache, or leave attention_mask out "
-        "if there is no padding"
+        f"{name}: the mask is for {mask.shape[1]} keys, {layer} has {key.shape[2]}: the layers of a cache differ in "
+        "length, as after a failed call: start with a new cache, or leave attention_mask out if there is no padding"
     )
 
 
@@ -248,8 +236,7 @@ def _attend_by_method(
     heads = head_slice_of(name, module, num_heads)
     if heads is not None:
         parameters = parameters_of_slice(method, parameters, heads, num_heads)
-    # In training the seed comes from the global generators, so that gradient checkpointing draws the same again.
-    # Otherwise it depends on the layer alone.
+    # In training the global generators draw, so that gradient checkpointing draws the same again.
     seed = None if module.training else call.seed
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed, "parameters": parameters}
     if call.distance_bias is not None:
@@ -303,11 +290,6 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
             f"as DeepSpeed's Ulysses (sp_size), or attn_implementation={EXACT!r}"
         )
     return None  # a model whose layers have different numbers of heads
-
-
-def is_parallel(module: nn.Module) -> bool:
-    """Whether the model of an attention module is divided over processes by `hea.sequence_parallel`."""
-    return getattr(module, PARALLEL, None) is not None
 
 
 def sharded_parameters(module: nn.Module) -> list[Any]:

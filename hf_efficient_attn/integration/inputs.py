@@ -4,8 +4,7 @@ Transformers describes a mask by a function of four indices and builds a (B, 1, 
 a mask of the keys, and patterns other than windows are refused. Some models make a causal mask for modules that call
 themselves bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says
 whether it is causal, by its dtype: that survives whatever may happen to a tensor on its way, and the code of a model
-that takes such a mask for a bool one fails instead of computing something else. Without a mask, the attention module
-decides.
+that takes such a mask for a bool one fails instead of computing something else. Without a mask, the module decides.
 """
 
 import functools
@@ -24,9 +23,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EXACT, method_of
 from hf_efficient_attn.ops.tracing import replaced_in_graphs, unwrapped
 
-# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask does not get
-# here with its own dtype, because `padding_mask` reads it first; other code made a bool one. PyTorch cannot pickle
-# uint16.
+# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask never has
+# such a dtype here, because `padding_mask` reads it first. PyTorch cannot pickle uint16.
 _KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
     torch.int16: (True, False),
     torch.int8: (False, False),
@@ -80,11 +78,10 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
 
     Transformers looks at the positions only where it makes a causal mask without a cache.
 
-    An argument says where texts begin, or the positions of a row begin again, not counting those of padding. While a
-    graph is traced, the check is part of the graph.
+    An argument says where texts begin, or the positions of a row begin again, not counting those of padding.
     """
     ids, mask = given.get("position_ids"), given.get("attention_mask")
-    argument, is_packed = next((name for name in _PACKING if given.get(name) is not None), None), False
+    argument = next((name for name in _PACKING if given.get(name) is not None), None)
     message = (
         f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, which would attend to "
         "each other: pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening), or "
@@ -97,16 +94,21 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
         )
     # With another mask the model makes masks for a part of it.
     is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    if argument is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
+    if argument is not None:
+        raise UnsupportedAttentionError(message)
+    if is_known and isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1 and not ids.is_meta:
         restarts = ids[:, 1:] < ids[:, :-1]
         if mask is not None and mask.shape[1] >= ids.shape[1]:
             valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
             restarts = restarts & valid[:, 1:] & valid[:, :-1]
-        if is_tracing(restarts):
-            torch._assert_async(~restarts.any(), message)
-        else:
-            is_packed = ids.shape[1] > 1 and bool(unwrapped(restarts).any())
-    if argument is not None or is_packed:
+        refuse_where(restarts.any(), message)
+
+
+def refuse_where(problem: Tensor, message: str) -> None:
+    """Refuse a call for which a bool scalar is True. While a graph is traced, the check is part of the graph."""
+    if is_tracing(problem):
+        torch._assert_async(~problem, message)
+    elif bool(unwrapped(problem).any()):
         raise UnsupportedAttentionError(message)
 
 
@@ -211,8 +213,7 @@ def padding_mask(
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             raise UnsupportedAttentionError(
-                f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use "
-                f"attn_implementation={EXACT!r}"
+                f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use {EXACT!r}"
             )
         mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
         mask = pad(mask, (0, kv_length - mask.shape[1]), value=False).expand(batch_size, -1)
@@ -221,11 +222,7 @@ def padding_mask(
         contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
         queries = torch.arange(q_length, device=device) + q_offset
         valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
-        plain = _is_plain(contains, queries, kv_offset, valid, is_causal, window)
-        if is_tracing(plain):  # the check is part of the graph
-            torch._assert_async(plain, _PATTERN)
-        elif not bool(unwrapped(plain).all()):
-            raise UnsupportedAttentionError(_PATTERN)
+        refuse_where(~_is_plain(contains, queries, kv_offset, valid, is_causal, window), _PATTERN)
     dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None

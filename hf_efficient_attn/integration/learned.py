@@ -65,8 +65,7 @@ class LearnedParameters(nn.Module):
 def learned_of(module: nn.Module) -> LearnedParameters | None:
     """The learned parameters of an attention module; None if it has none.
 
-    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper holds one copy per adapter. This returns
-    the copy in use.
+    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper has one copy per adapter: the one in use.
     """
     attached: Any = module._modules.get(NAME)
     if hasattr(attached, "modules_to_save"):
@@ -136,8 +135,7 @@ def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
         return first_number(found.module, *names) or first_number(found.config, *names)
 
     num_heads = first("num_attention_heads", "num_heads", "n_heads", "n_head")
-    # With multi-head latent attention (DeepSeek-V2 and later), `head_dim` is the part with rotary positions, and values
-    # have another size than keys.
+    # With multi-head latent attention (DeepSeek-V2), `head_dim` is the rotary part, and values have another size.
     head_dim = first("qk_head_dim", "head_dim", "attention_head_size")
     hidden_size = first_number(found.config, "hidden_size", "n_embd", "dim")
     if head_dim is None and num_heads and hidden_size:

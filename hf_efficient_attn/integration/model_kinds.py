@@ -21,8 +21,7 @@ CROSS_ATTENTION = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
 # Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
 # (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
 POSITION_BIAS = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
-# Attributes by which attention modules change their scores otherwise; None means that they do not. The last two are
-# methods of Doge and GLM 5.
+# Attributes by which attention modules change their scores otherwise, unless None; the last two of Doge and GLM 5.
 CHANGES_OF_SCORES = {
     "sinks": "attention sinks",
     "attn_logit_softcapping": "a soft cap",

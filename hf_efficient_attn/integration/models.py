@@ -22,7 +22,7 @@ from hf_efficient_attn.integration import model_kinds
 from hf_efficient_attn.integration.configs import parts_of
 from hf_efficient_attn.integration.inputs import PositionTable
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, layer_of, stem_of
-from hf_efficient_attn.integration.model_kinds import WINDOW, kind_of
+from hf_efficient_attn.integration.model_kinds import POSITION_TABLES, WINDOW, kind_of
 from hf_efficient_attn.integration.settings import EXACT, method_at, method_of
 from hf_efficient_attn.methods import MethodConfig
 
@@ -258,22 +258,17 @@ def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[PositionTable]:
-    """Find the learned tables over token positions in a model to which a config applies.
+def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
+    """The learned tables over token positions that each of some models holds itself, not through another one of them.
 
-    Such a table is an embedding with a usual name and as many entries as the config says. The entries before `offset`
-    are not counted there.
+    Such an embedding has a usual name and as many entries as the config says, which does not count `offset`.
     """
-    count = getattr(config, "max_position_embeddings", None)
-    for module, name in ((module, name) for module in model.modules() for name in model_kinds.POSITION_TABLES):
-        table = getattr(module, name, None)
+    found: dict[int, tuple[PreTrainedModel, PositionTable]] = {}
+    holders = ((part, module, name) for part in parts for module in part.modules() for name in POSITION_TABLES)
+    for part, module, name in holders:
+        table, count = getattr(module, name, None), getattr(part.config, "max_position_embeddings", None)
         if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
             extra = getattr(table, "offset", 0)
             if isinstance(extra, int) and table.num_embeddings - extra == count:
-                yield PositionTable(module, name)
-
-
-def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
-    """The tables that each of the models in a model holds itself, not through another one of them."""
-    found = {id(table.embedding): (part, table) for part in parts for table in find_tables(part, part.config)}
+                found[id(table)] = part, PositionTable(module, name)
     return {part: tuple(table for owner, table in found.values() if owner is part) for part in parts}

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.settings import method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
@@ -183,9 +183,8 @@ class NearFarCache(Cache):
     Layers that stay exact, or that the config chooses by name, keep the keys that `DynamicCache` keeps. Beam search and
     left padding work. A cache belongs to one sequence: call `reset()`, or make a new one, before the next.
 
-    Sources: a memory of recent tokens and a compressed one of older tokens, Rae et al. 2020 ("Compressive
-    Transformers", where the compression is learned); merging coresets, Har-Peled and Mazumdar 2004; landmarks, Chen,
-    Epperly, Tropp and Webber 2025.
+    Sources: a compressed memory of older tokens, Rae et al. 2020 ("Compressive Transformers", where the compression is
+    learned); merging coresets, Har-Peled and Mazumdar 2004; landmarks, Chen, Epperly, Tropp and Webber 2025.
 
     Args:
         config: the model's config, whose method decides for every layer.
@@ -197,12 +196,9 @@ class NearFarCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
-        if isinstance(columns, bool) or not isinstance(columns, int) or columns < _SMALLEST:
-            raise UnsupportedAttentionError(f"NearFarCache: {columns=} must be an integer, {_SMALLEST} or more")
+        check_positive("NearFarCache: columns", columns, least=_SMALLEST)
         if not isinstance(config, PreTrainedConfig):
-            raise UnsupportedAttentionError(
-                f"NearFarCache takes the config of a model, not {shown(config)}: model.config"
-            )
+            raise UnsupportedAttentionError(f"NearFarCache takes the config of a model, not {shown(config)}")
         config = config.get_text_config(decoder=True)
         name, usable = method_of(config), methods_with("decodes_exactly")
         if name is None:

@@ -2,9 +2,8 @@
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
 interface comes after these projections, so modules get a forward of their own if their row in `model_kinds` names the
-projections. In all others, the method contracts keys and values, with the same result up to rounding. The attention of
-a layer of BERT's size takes 1.5 to 2 times as long that way (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of
-an AMD EPYC).
+projections. In all others, the method contracts keys and values, with the same result up to rounding. At BERT's size it
+takes 1.5 to 2 times as long (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of an AMD EPYC).
 
 `torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """
@@ -14,15 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import (
-    is_parallel,
-    location_of,
-    read_call,
-    required_tensors,
-    sharded_parameters,
-)
+from hf_efficient_attn.integration.attention import location_of, read_call, required_tensors, sharded_parameters
 from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
 from hf_efficient_attn.integration.settings import method_at, method_of
+from hf_efficient_attn.integration.shards import PARALLEL
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 
@@ -77,7 +71,7 @@ def _forward(
         form is None
         or names is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or is_parallel(module)
+        or getattr(module, PARALLEL, None) is not None
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):

@@ -19,17 +19,13 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.lilt import modeling_lilt
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.roformer import modeling_roformer
-from transformers.utils.import_utils import is_tracing
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, DistanceBias, LinearBias, takes_bias
+from hf_efficient_attn.integration.inputs import refuse_where
 from hf_efficient_attn.integration.model_kinds import row_named
-from hf_efficient_attn.ops.tracing import unwrapped
 
 
 class _Attention(nn.Module):
-    """What the classes share."""
-
     config: PreTrainedConfig  # of the model; set by `adopt`
     is_causal = False
     _compute: Callable[..., tuple[Any, ...]]
@@ -155,11 +151,5 @@ class BloomAttention(_Attention, modeling_bloom.BloomAttention):
 def _refuse_gaps(mask: Tensor) -> None:
     """Refuse masks (B, Nk) with masked tokens between others, which Bloom does not count in distances."""
     has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
-    message = (
-        "Bloom counts distances without masked tokens, so that no masked token may be between others: pad all "
-        "sequences on the same side"
-    )
-    if is_tracing(has_gaps):
-        torch._assert_async(~has_gaps, message)
-    elif bool(unwrapped(has_gaps)):
-        raise UnsupportedAttentionError(message)
+    message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
+    refuse_where(has_gaps, f"{message}: pad all sequences on the same side")

@@ -26,8 +26,7 @@ WARNED = "_efficient_attention_warned"
 def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:
     """Refuse what a model cannot run of what its configs ask for, `chosen` being the modules to which they apply.
 
-    A model that gets more parts (`is_complete` is False) may lack layers that `layers` names, or all attention. It is
-    checked again when it has them.
+    A model that gets more parts (`is_complete` is False) may lack layers that `layers` names, and is checked again.
     """
     kind, through = type(model).__name__, [found for found in chosen if models.uses_interface(type(found.module))]
     named = {part: name for part in models.models_in(model) if (name := method_of(part.config))}
@@ -151,8 +150,7 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
                 selected.setdefault(item, []).append(found)
         if len(methods) > 1:
             raise UnsupportedAttentionError(
-                f"{len(methods)} entries of 'layers' select {found.location.name} ({', '.join(methods)}): each layer "
-                "uses one method"
+                f"{len(methods)} entries of 'layers' select {found.location.name}, not one: {', '.join(methods)}"
             )
     missing = in_order(layer for layer, group in selected.items() if not group)
     if missing:

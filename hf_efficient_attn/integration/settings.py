@@ -12,7 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, as_dict, shown, unknown_name
+from hf_efficient_attn.errors import (
+    KnownFields,
+    UnsupportedAttentionError,
+    as_dict,
+    check_positive,
+    shown,
+    unknown_name,
+)
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, check_layer, in_order, is_selected
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -66,11 +73,9 @@ class EfficientAttentionConfig(KnownFields):
     entries: tuple[Entry, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        length = self.calibrated_length
-        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-            raise UnsupportedAttentionError(
-                f"calibrated_length={length!r} must be an integer of 1 or more; leave it out if nothing was measured"
-            )
+        if self.calibrated_length is not None:
+            advice = "leave it out if nothing was measured"
+            check_positive("calibrated_length", self.calibrated_length, advice=advice)
         hyperparameters, layers = as_dict(self.hyperparameters or {}, "hyperparameters"), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
             if hyperparameters or isinstance(self.method, MethodConfig):

@@ -31,10 +31,13 @@ class SequenceParallel:
         return SequenceParallel(self.group)  # a copy of the model belongs to the same processes
 
 
-def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards:
-    """The shards of the call of an attention module whose model is divided over processes."""
+def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
+    """The shards of the call of an attention module whose model is divided over processes; None for other models."""
+    parallel: SequenceParallel | None = getattr(module, PARALLEL, None)
+    if parallel is None:
+        return None
     refuse_in_graphs("sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out")
-    shards: Shards | None = kwargs.get(SHARDS) or getattr(module, PARALLEL).current
+    shards: Shards | None = kwargs.get(SHARDS) or parallel.current
     if shards is None:
         raise UnsupportedAttentionError(
             f"sequence_parallel: a {type(module).__name__} is called outside of a call of its model: call the model "

@@ -47,11 +47,9 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
 
     Attributes:
         config: the method.
-        min_length: calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is
-            faster on this machine.
+        min_length: calls with fewer queries or keys stay exact; None for those that the method does not make faster.
         counts: (module, shapes, outcome) -> number of calls. The outcome is "replaced", or why the call stayed exact.
-        traced: (module, outcome) of the calls in graphs, such as those of `torch.compile`. How often a graph runs, and
-            with which shapes, is not known.
+        traced: (module, outcome) of the calls in graphs (`torch.compile`), whose number and shapes are unknown.
     """
 
     def __init__(self, model: nn.Module, config: MethodConfig, min_length: int | None) -> None:
@@ -154,13 +152,7 @@ def replace_sdpa(
 def restore_sdpa(model: nn.Module) -> nn.Module:
     """End all replacements of `replace_sdpa` in a model, such as a copy, or a model that `torch.load` has read.
 
-    A replacement that began with a larger model ends in all of it.
-
-    Returns:
-        The same model, whose attention is exact.
-
-    Raises:
-        UnsupportedAttentionError: `model` is no module.
+    A replacement that began with a larger model ends in all of it. Returns the model; what is no module is refused.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedAttentionError(f"restore_sdpa: give a torch.nn.Module, not {shown(model)}")

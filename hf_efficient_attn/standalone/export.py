@@ -61,8 +61,7 @@ def export_kernel(
         A report of plain values: method, output, function (the `attn_implementation`) and backends.
 
     Raises:
-        UnsupportedAttentionError: The method has learned parameters or is not part of this package, or the output
-            cannot be written. Nothing has been written.
+        UnsupportedAttentionError: The method learns parameters or is not of this package, or the output is refused.
         OSError: A file could not be written. Nothing of the output remains.
     """
     info = get_method(method).info
@@ -152,8 +151,7 @@ def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -
     """The texts of modules, of the packages that contain them, and of all modules of this package that they import.
 
     `names` are relative to this package, such as "methods.nearfar"; the package itself is left out. Of the packages
-    `without_imports` only the docstring is kept. Returns the texts by their paths in the package, in alphabetical
-    order.
+    `without_imports` only the docstring is kept. Returns the texts by their sorted paths.
     """
     root, texts, waiting = importlib.resources.files(_PACKAGE), dict[str, str](), [*names]
     while waiting:

@@ -2,8 +2,7 @@
 
 `standalone.export` copies this module, and all others that it imports, into the repository. None of them imports
 Transformers. The function reads the hyperparameters from `module.config`, and it knows no more of the model than the
-attention module that calls it. What depends on the rest of the model is therefore refused, although the package itself
-can do it.
+attention module that calls it. What depends on the rest of the model is refused, although the package can do it.
 """
 
 import functools
@@ -30,16 +29,9 @@ def kernel_function(method: str) -> Callable[..., tuple[Tensor, None]]:
     """Make the attention function of a method: (B, H, Nq, D), (B, H_kv, Nk, D), (B, H_kv, Nk, Dv) -> (B, Nq, H, Dv)."""
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        scale, dropout, is_causal = (kwargs.pop(name, None) for name in ("scaling", "dropout", "is_causal"))
         settings = _settings(method, module)
         # It also determines the random draws. None if the module does not say.
         layer: Layer | None = getattr(module, "attention_layer", getattr(module, "layer_idx", None))
@@ -54,17 +46,15 @@ def kernel_function(method: str) -> Callable[..., tuple[Tensor, None]]:
         if layer is None and settings.named_layers():
             _refuse(method, "'layers' chooses some layers, and an attention module does not know which one it is")
         config = settings.for_layer(layer)
-        dropout_p = dropout if module.training else 0.0
+        dropout_p = dropout if module.training and dropout else 0.0
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p}
         if config is None:
-            out = exact_layer(query, key, value, mask, is_causal=is_causal, scale=scaling, dropout_p=dropout_p)
+            out = exact_layer(query, key, value, mask, **options)
         else:
             if is_causal and not config.causal:
                 _refuse(method, "it has no causal form, which this model needs")
             seed = None if module.training else layer_seed(layer)
-            out = attention(
-                config, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scaling,
-                dropout_p=dropout_p, seed=seed, parameters={},
-            )  # fmt: skip
+            out = attention(config, query, key, value, attention_mask=mask, seed=seed, parameters={}, **options)
         return out.transpose(1, 2).contiguous(), None
 
     forward.__name__ = forward.__qualname__ = method

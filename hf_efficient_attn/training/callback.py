@@ -99,8 +99,7 @@ class UptrainingCallback(TrainerCallback):
         for name, shape in given.items():
             raise UnsupportedAttentionError(
                 f"the weights contain {name} of shape {shape}, which none of the stages "
-                f"{', '.join(stage.attention for stage in stages)} learns: resume with the stages and hyperparameters "
-                "of the original training"
+                f"{', '.join(stage.attention for stage in stages)} learns: resume with the stages of that training"
             )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

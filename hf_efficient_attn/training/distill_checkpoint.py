@@ -39,39 +39,30 @@ FORMAT_OF_STATE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What `distill_checkpoint` reads and makes, and how it trains.
+    """What `distill_checkpoint` reads and makes, and how it trains."""
 
-    Attributes:
-        source, output, max_length, base_model, force, allow_pickle: as in `convert_saved_model`.
-        data: as for `ModelData`: texts or pictures, one or several files or folders.
-        device: where PyTorch computes; None for the CPU.
-        method, hyperparameters, layers, loss, options: as in `hea.distill`.
-        restart: discard a saved state.
-        write_now: write the checkpoint from the saved state, without further training.
-        steps: number of steps of the first stage.
-        length, batch_size: the size of a batch, as in `TrainingData`.
-        save_steps: the state is saved, and the error is measured, after this many steps.
-    """
-
+    # As in `Conversion`.
     source: str
-    data: Files
     output: pathlib.Path
-    method: str
-    device: torch.device | None = None
-    allow_pickle: bool = False
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    layers: Sequence[Layer] | None = None
     max_length: int | None = None
     base_model: str | None = None
     force: bool = False
-    restart: bool = False
-    write_now: bool = False
+    allow_pickle: bool = False
+    # As in `hea.distill`; `steps` are those of the first stage.
+    method: str
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    layers: Sequence[Layer] | None = None
     steps: int = 300
     loss: str = "output"
+    options: DistillationOptions = field(default_factory=DistillationOptions)
+    # As in `TrainingData`.
+    data: Files
     length: int | None = None
     batch_size: int = 4
-    save_steps: int = 50
-    options: DistillationOptions = field(default_factory=DistillationOptions)
+    device: torch.device | None = None  # where PyTorch computes; None for the CPU
+    restart: bool = False  # whether to discard a saved state
+    write_now: bool = False  # whether to write the checkpoint from the saved state, without further training
+    save_steps: int = 50  # the steps after which the state is saved, and the error is measured
 
     @property
     def num_batches(self) -> int:
@@ -98,8 +89,7 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
     the end; otherwise it stays, for a call with more steps. The output is written as by `convert_saved_model`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
-    In a distributed training all processes call it. Each learns from its own part of the batches, and process 0 writes
-    all files.
+    In a distributed training all processes call it. Each learns from its own batches, and process 0 writes all files.
 
     Args:
         plan: the checkpoint, the data, the method, where the result goes, and how it is trained.

@@ -108,8 +108,7 @@ def distill(
         **hyperparameters: of the method, as in `hea.convert`, for example `feature_map="hedgehog"`.
 
     Returns:
-        The same model, converted. If the user or an error of the batches interrupts the training it is converted as
-        well, with the parameters of the last step.
+        The same model, converted. If the training is interrupted, it has the parameters of the last step.
 
     Raises:
         UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches

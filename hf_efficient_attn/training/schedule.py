@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_efficient_attn.conversion.convert import requested_settings
-from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
+from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, check_positive, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import parse_value
@@ -28,8 +28,7 @@ class UptrainingSchedule:
     """Consecutive stages of training, each with its own attention.
 
     The up-training of Gupta et al. 2023 (section 4.2) has two stages: a low-rank or kernel base, then a FLuRKA variant;
-    the paper's alpha is the end of the first stage. Any number of stages is possible, including stages of exact
-    attention ("sdpa").
+    the paper's alpha is the end of the first stage. Any number of stages is possible, also of exact attention ("sdpa").
 
     A stage inherits projection_dim, max_length, share, init, num_features and seed from the stage before unless they
     are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
@@ -44,8 +43,7 @@ class UptrainingSchedule:
             (a float; the last must be 1.0) or the number of steps (an integer; the last may be None). The key "layers"
             among the hyperparameters selects layers as in `hea.convert`, and "distill" is the number of steps of the
             stage's distillation, which do not count as steps of the training.
-        total_steps: the number of steps of the whole training. `step` needs it if ends are shares; Trainer tells the
-            callback.
+        total_steps: the steps of the whole training, which `step` needs if ends are shares; Trainer tells the callback.
 
     Raises:
         UnsupportedAttentionError: a method or hyperparameter is unknown, ends do not increase or do not end at 1.0,
@@ -116,8 +114,7 @@ class UptrainingSchedule:
 
         Call it once with `optimizer=None` before creating the optimizer and before loading a checkpoint, then before
         the forward pass of every optimizer step. Parameters that both stages share keep their values and their
-        optimizer state; new parameters join the parameter group of similar parameters, and learning-rate schedules
-        continue.
+        optimizer state; new parameters join the group of similar ones, and learning-rate schedules continue.
 
         A stage with "distill" is distilled in the call of its first step. In distributed training gradients are
         averaged over all processes, each of which may give batches of its own. The global random states stay as they
@@ -169,10 +166,7 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
         values = _inherited(attention, before) | values
     settings = requested_settings(attention, layers, values)
     name = str(settings.method if settings else attention)
-    if isinstance(distill, bool) or not isinstance(distill, int) or distill < 0:
-        raise UnsupportedAttentionError(
-            f"distill={distill!r}: give the number of steps of the distillation before a stage, or 0 for none"
-        )
+    check_positive("distill", distill, least=0, advice="the steps of the distillation before the stage, or 0 for none")
     learning = why_nothing_to_learn([entry.config for entry in settings.entries] if settings else [])
     if distill and learning:
         reason = learning if settings else f"{name!r} is exact attention"

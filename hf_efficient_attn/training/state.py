@@ -23,8 +23,9 @@ class SavedState:
     Attributes:
         folder: the folder.
         saved: what `save` got, or None.
-        is_longer: whether the training goes on beyond the steps that the state was meant for, which is possible before
-            its second stage begins.
+        rows: the number of inputs of the data that the state was made with; 0 if that is not known.
+        held_out: the batches that the training of the state has held out.
+        is_longer: whether the training goes on beyond the steps of the state, before its second stage.
     """
 
     def __init__(self, output: pathlib.Path, num_steps: int, *, is_discarded: bool) -> None:
@@ -32,7 +33,8 @@ class SavedState:
         self._file = self.folder / "state.pt"
         check_takes_files(self.folder, f"the state of the training in {self.folder}")
         self.saved: dict[str, Any] | None = None
-        self.is_longer = False
+        self.rows, self.is_longer = 0, False
+        self.held_out: range | None = None
         if is_discarded or not self._file.is_file():
             return
         with refusing(f"the state in {self.folder} cannot be read: {_AGAIN}"):
@@ -40,17 +42,8 @@ class SavedState:
             before = dict(saved["request"]).get("steps", num_steps)
             self.is_longer = num_steps > before and len(saved["stages"]) < 2
         if self.is_longer or not saved.get("is_written"):
-            self.saved = saved
-
-    @property
-    def rows(self) -> int:
-        """The number of inputs of the data that the state was made with; 0 if that is not known."""
-        return self.saved.get("rows", 0) if self.saved else 0
-
-    @property
-    def held_out(self) -> range | None:
-        """The batches that the training of the state has held out."""
-        return range(*self.saved["held_out"]) if self.saved and "held_out" in self.saved else None
+            self.saved, self.rows = saved, saved.get("rows", 0)
+            self.held_out = range(*saved["held_out"]) if "held_out" in saved else None
 
     def check(self, request: Mapping[str, Any], options: Collection[str]) -> None:
         """Refuse a state of another request: plain values by names, of which `options` are those of options."""

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -40,20 +39,12 @@ from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_param
 
 @dataclass(frozen=True)
 class Stage:
-    """One attention and the point in training at which it ends.
+    """One attention and the point in training at which it ends."""
 
-    Attributes:
-        attention: the name of a method, or "sdpa" or another implementation of exact attention.
-        end: the number of completed steps at which the stage ends (int), the same as a share of all steps (float), or
-            None for the end of training.
-        settings: the value for `config.efficient_attention`; None for exact attention.
-        distill: the number of steps in which the new learned parameters imitate the attention before the switch to the
-            stage; 0 for none.
-    """
-
-    attention: str
-    end: float | int | None
-    settings: EfficientAttentionConfig | None = None
+    attention: str  # the name of a method, or "sdpa" or another implementation of exact attention
+    end: float | int | None  # the number of completed steps then, or their share of all; None for the end of training
+    settings: EfficientAttentionConfig | None = None  # for `config.efficient_attention`; None for exact attention
+    # Steps in which the new learned parameters imitate the attention before the switch to the stage; 0 for none.
     distill: int = 0
 
 
@@ -89,8 +80,7 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
         if stage.distill and now.items() <= before.items():
             raise UnsupportedAttentionError(
                 f"the stage {stage.attention!r} has distill={stage.distill}, but all parameters that it learns are "
-                "those of the stage before, which keep their values: leave out 'distill', or use learned features if "
-                "the method has them"
+                "those of the stage before, which stay: leave out 'distill', or use learned features"
             )
 
 
@@ -127,7 +117,10 @@ def switch_stage(
     inner = unwrap(model)
     roots = transformers_models(inner)
     state, name, before = Snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
-    former = _attention_of_modules(roots)
+    former: _Attention = {}
+    for one in (one for root in roots for one in attention_modules(root)):
+        learned = learned_of(one.module)
+        former[one.module] = one.chosen, {} if learned is None else learned.tensors()
     convert(inner, stage.settings or stage.attention)
     try:
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
@@ -153,7 +146,10 @@ def switch_stage(
         if optimizer is not None:
             _update_optimizer(optimizer, before, after)
         if world_size() > 1:
-            _rebuild_wrappers_of(inner)
+            # Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
+            for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+                if getattr(wrapper, "module", None) is inner:
+                    _rebuild(wrapper)
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
@@ -164,15 +160,6 @@ def switch_stage(
 _Attention: TypeAlias = dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]]
 
 
-def _attention_of_modules(roots: Sequence[PreTrainedModel]) -> _Attention:
-    """What the attention modules of some models compute."""
-    found: _Attention = {}
-    for one in (one for root in roots for one in attention_modules(root)):
-        learned = learned_of(one.module)
-        found[one.module] = one.chosen, {} if learned is None else learned.tensors()
-    return found
-
-
 def _compute_as(former: _Attention, call: Call) -> Tensor:
     """The output of a call as its module computed it before a switch."""
     method, parameters = former.get(call.module, (None, {}))
@@ -180,16 +167,6 @@ def _compute_as(former: _Attention, call: Call) -> Tensor:
         return exact_attention_of(call)
     # Parameters that the model no longer has did not move with it to another device.
     return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
-
-
-def _rebuild_wrappers_of(model: nn.Module) -> None:
-    """Rebuild the `DistributedDataParallel` around a model whose parameters have changed.
-
-    Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
-    """
-    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-        if getattr(wrapper, "module", None) is model:
-            _rebuild(wrapper)
 
 
 @torch.no_grad()
@@ -216,8 +193,7 @@ def _update_optimizer(
 ) -> None:
     """Remove dropped parameters from the optimizer and add new ones to the groups of similar parameters.
 
-    Each group gets the order of the model's parameters. A new optimizer for the model would have the same order, so a
-    saved optimizer state fits both.
+    Each group gets the order of the model's parameters, so that a saved state fits a new optimizer, too.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
@@ -300,8 +276,7 @@ def training_batches(
 ) -> Iterable[Batch]:
     """Batches of a training set, read by index, so that the loader of the training and its sampler are not disturbed.
 
-    The samples of a batch are spread evenly over the data set, which may be sorted. Processes get different batches. A
-    data set that can only be iterated is refused.
+    The samples of a batch are spread evenly over the data set, which may be sorted. One without an index is refused.
     """
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UnsupportedAttentionError(

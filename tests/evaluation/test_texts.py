@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_efficient_attn.evaluation.texts import read_texts, tokens_of
+from hf_efficient_attn.evaluation.data import read_texts, tokens_of
 
 
 def letters(text):

@@ -252,9 +252,9 @@ def measure(**given):
 
 
 REFUSALS = [
-    ("z_dim must be an integer of at least 1", BigGANConfig, {"z_dim": 0}),
-    ("n_stats must be an integer of at least 2", BigGANConfig, {"n_stats": 1}),
-    ("eps must be positive", BigGANConfig, {"eps": 0.0}),
+    ("z_dim=0 must be 1 or more", BigGANConfig, {"z_dim": 0}),
+    ("n_stats=1 must be 2 or more", BigGANConfig, {"n_stats": 1}),
+    ("eps=0.0 must be a number above 0", BigGANConfig, {"eps": 0.0}),
     ("num_classes", BigGANConfig, {"num_classes": 0}),
     (r"none of the published \[128, 256, 512\]", BigGANConfig, {"output_dim": 64}),
     ("none of the 10 layers", BigGANConfig, {"attention_layer_position": 10}),
@@ -278,8 +278,8 @@ REFUSALS = [
     ("at most 1", truncated_noise, {"batch_size": 2, "truncation": 1.5}),
     ("truncation must be above 0", measure, {"truncations": [0.0]}),
     ("same row", measure, {"truncations": [0.43, 0.42]}),
-    ("num_samples=0 .* must be at least 1", measure, {"num_samples": 0}),
-    ("batch_size=-1 must be at least 1", measure, {"batch_size": -1}),
+    ("num_samples=0 must be 1 or more", measure, {"num_samples": 0}),
+    ("batch_size=-1 must be 1 or more", measure, {"batch_size": -1}),
     # Classes that are unknown or ambiguous.
     ("n02012849.*n03126707", biggan.class_index, {"name": "crane"}),
     ("638.*639", biggan.class_index, {"name": "maillot"}),

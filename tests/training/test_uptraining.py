@@ -390,7 +390,10 @@ FINETUNING = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps
         ("distill=5: kdeformer has no learned parameters", lambda: stage("kdeformer", distill=5)),
         ("distill=5: 'sdpa' is exact attention", lambda: stage("sdpa", distill=5)),
         *(
-            (f"distill={steps}: give the number of steps", lambda steps=steps: stage("linformer", distill=steps))
+            (
+                f"distill={steps} must be 0 or more, an integer: the steps",
+                lambda steps=steps: stage("linformer", distill=steps),
+            )
             for steps in (-1, 0.5, True)
         ),
         ("'flurka_performer' has distill=5.* the stage before", lambda: trainer_of("nowhere", FIXED)),

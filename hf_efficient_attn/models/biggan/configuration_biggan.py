@@ -5,13 +5,12 @@ from typing import Any, ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.errors import check_positive, unknown_name
 from hf_efficient_attn.models.imagenet import imagenet_labels
 
 logger = logging.get_logger(__name__)
 
-# The blocks, from a resolution of 4 x 4 on: (doubles the resolution, input channels, output channels). Channels are
-# multiples of channel_width.
+# The blocks, from 4 x 4 on: (doubles the resolution, input channels, output channels), in multiples of channel_width.
 _START = ((False, 16, 16), (True, 16, 16), (False, 16, 16), (True, 16, 8), (False, 8, 8))
 _LAYERS = {
     128: (*_START, (True, 8, 4), (False, 4, 4), (True, 4, 2), (False, 2, 2), (True, 2, 1)),
@@ -27,8 +26,7 @@ class BigGANConfig(PreTrainedConfig):
     """Configuration of a `BigGANModel`. The defaults are those of BigGAN-deep at 128 pixels.
 
     The fields up to `n_stats` are those of `config.json` in the layout of pytorch-pretrained-biggan, which
-    `BigGANConfig.from_pretrained` reads. The model has one attention layer with one head, so `num_attention_heads` is
-    1.
+    `BigGANConfig.from_pretrained` reads. The attention layer has one head, so `num_attention_heads` is 1.
 
     Args:
         output_dim: height and width of the images in pixels. Defaults to what `layers` gives.
@@ -37,12 +35,10 @@ class BigGANConfig(PreTrainedConfig):
         channel_width: output channels of the last block. The channels of all blocks are multiples of it.
         num_classes: number of classes. It equals `num_labels` and the length of `id2label`, which may hold names.
         layers: (doubles the resolution, input channels, output channels) of each block, with channels in multiples of
-            `channel_width`; the first block takes 16 of them at 4 x 4 pixels. Defaults to the published blocks for an
-            `output_dim` of 128, 256 or 512.
+            `channel_width`, 16 at first. Defaults to the published blocks for an `output_dim` of 128, 256 or 512.
         attention_layer_position: index of the block that the attention layer precedes.
         eps: added to variances and in the spectral norm.
-        n_stats: number of rows in the tables of batch normalization statistics, one for each truncation from 0 to 1 in
-            equal steps.
+        n_stats: number of rows in the tables of batch normalization statistics, for truncations from 0 to 1.
         spectral_norm: False stores plain weights: the weights of a checkpoint with spectral norm are divided by it on
             loading. True keeps the spectral norm as `torch.nn.utils.parametrizations.spectral_norm`, for training.
         initializer_range: standard deviation of new weights.
@@ -76,17 +72,13 @@ class BigGANConfig(PreTrainedConfig):
         num_classes = next(iter(given.values()), 1000)
         sizes = {key: getattr(self, key) for key in ("z_dim", "class_embed_dim", "channel_width", "n_stats")}
         for name, value in {**sizes, "num_classes": num_classes}.items():
-            minimum = 2 if name == "n_stats" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{name} must be an integer of at least {minimum}, not {value!r}")
-        if not self.eps > 0:
-            raise ValueError(f"eps must be positive, not {self.eps!r}")
+            check_positive(name, value, least=2 if name == "n_stats" else 1)
+        check_positive("eps", self.eps, is_count=False)
         if self.layers is None:
             self.layers = _LAYERS.get(128 if self.output_dim is None else self.output_dim)
         if self.layers is None:
             raise ValueError(
-                f"output_dim={self.output_dim!r} is none of the published {[*_LAYERS]}: for other resolutions give "
-                "layers as well"
+                f"output_dim={self.output_dim!r} is none of the published {[*_LAYERS]}: for others give layers, too"
             )
         # Lists, as JSON returns them.
         self.layers = [list(layer) for layer in self.layers]
@@ -111,8 +103,7 @@ class BigGANConfig(PreTrainedConfig):
             raise ValueError(f"attention_layer_position={position!r} is none of the {len(layers)} layers")
         if self.attention_channels < 8:
             raise ValueError(
-                f"attention has {self.attention_channels} channels and needs 8: raise channel_width or move attention "
-                "to an earlier layer"
+                f"attention has {self.attention_channels} channels and needs 8: raise channel_width or attend earlier"
             )
         given, self.output_dim = self.output_dim, self._resolution(len(layers))
         if given not in (None, self.output_dim):
@@ -147,8 +138,7 @@ class BigGANConfig(PreTrainedConfig):
         """Return the configuration of a published architecture.
 
         Args:
-            name: "biggan-deep-128", "biggan-deep-256" or "biggan-deep-512". By default `id2label` holds the names of
-                ImageNet's classes.
+            name: "biggan-deep-128", "biggan-deep-256" or "biggan-deep-512". `id2label` holds ImageNet's classes.
             **changes: other fields of the configuration.
 
         Raises:

@@ -1,8 +1,7 @@
 """BigGAN's layers: spectral norm, the noise, and batch normalization whose statistics depend on the truncation.
 
 The PyPI package pytorch-pretrained-biggan divides most weights by their largest singular value (Miyato et al. 2018).
-For each of these weights its checkpoints hold three tensors, `weight_orig` and the vectors `weight_u` and `weight_v` of
-a power iteration, so that in eval mode
+Its checkpoints hold `weight_orig` and the vectors `weight_u` and `weight_v` of a power iteration, so that in eval mode
 
     weight = weight_orig / (u^T W v),   W = weight_orig as a matrix (output channels, all other dimensions).
 
@@ -37,8 +36,7 @@ NORMALIZED = ("gen_z", *(f"conv_{i}" for i in range(4)), "scale", "offset", "con
 # Names between loading and the division. Transformers renames "weight_v" by itself, but not these.
 TRIPLE = ("spectral_original", "spectral_u", "spectral_v")
 _POWER_ITERATIONS = 50
-# The normal distribution is truncated at this many standard deviations before it is scaled (Brock et al. 2019,
-# section 3.1).
+# Standard deviations at which the normal distribution is truncated before it is scaled (Brock et al. 2019, 3.1).
 _CUTOFF = 2.0
 # A smaller weight of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
 _ROUNDING = 1e-6
@@ -125,19 +123,14 @@ def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def truncated_noise(batch_size: int, dim: int = 128, truncation: float = 1.0, seed: int | None = None) -> Tensor:
     """Sample noise for `BigGANModel`: a normal distribution truncated at 2 standard deviations, times `truncation`.
 
-    With a seed, the values equal those of `truncated_noise_sample` in pytorch-pretrained-biggan up to 1e-6.
+    It is (batch_size, dim), float32, on the CPU. With a seed, the values equal those of `truncated_noise_sample` in
+    pytorch-pretrained-biggan up to 1e-6.
 
     Args:
-        batch_size: number of samples, B.
+        batch_size: number of samples.
         dim: size of a sample, the model's `z_dim`.
         truncation: in (0, 1]. Small values give images that are more typical of their class and vary less.
         seed: None draws from PyTorch's global generator. A seed leaves all global generators untouched.
-
-    Returns:
-        (B, dim), float32, on the CPU.
-
-    Raises:
-        ValueError: `truncation` is outside (0, 1].
     """
     check_truncation(truncation)
     size = (batch_size, dim)
@@ -190,8 +183,7 @@ class BigGANBatchNorm(nn.Module):
     """Batch normalization of (B, C, height, width), with statistics that depend on the truncation.
 
     In training mode it uses the statistics of the batch and leaves its tables unchanged; `BigGANModel.set_statistics`
-    fills them. If `conditional`, scale and offset are linear functions of the condition (B, 2 z_dim), otherwise
-    parameters.
+    fills them. Scale and offset are parameters or, if `conditional`, linear in the condition (B, 2 z_dim).
     """
 
     running_means: Tensor

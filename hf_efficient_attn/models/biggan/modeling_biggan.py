@@ -22,6 +22,7 @@ from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
+from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
 from hf_efficient_attn.models.biggan.layers import (
     BigGANBatchNorm,
@@ -164,10 +165,8 @@ class BigGANModel(PreTrainedModel):
 
         Args:
             z: (B, z_dim), noise such as `truncated_noise` gives, sampled at the same truncation.
-            class_label: weights of the classes (B, num_classes), one-hot or a mixture; or class indices (B,); or one
-                class index for all images.
-            truncation: in (0, 1]; selects the statistics of batch normalization. It has no effect in training mode,
-                which uses the statistics of the batch.
+            class_label: weights of classes (B, num_classes), one-hot or mixed; or indices (B,); or one index for all.
+            truncation: in (0, 1]; selects the statistics of batch normalization, those of the batch in training.
             **kwargs: return_dict=False returns a tuple.
 
         Returns:
@@ -225,8 +224,8 @@ class BigGANModel(PreTrainedModel):
         Raises:
             ValueError: a truncation is outside (0, 1], two use the same row, or a count is below 1.
         """
-        if min(num_samples, batch_size) < 1:
-            raise ValueError(f"num_samples={num_samples} and batch_size={batch_size} must be at least 1")
+        check_positive("num_samples", num_samples)
+        check_positive("batch_size", batch_size)
         fillings = rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
         modes = {module: module.training for module in self.modules()}
@@ -297,8 +296,7 @@ class BigGANModel(PreTrainedModel):
         if enable and self.config.spectral_norm:
             raise ValueError(
                 "with spectral_norm=True every forward improves the estimate of the norm, so a block that is "
-                "recomputed for the gradient would have other weights: train without gradient checkpointing, or with "
-                "spectral_norm=False"
+                "recomputed would have other weights: train without gradient checkpointing or spectral_norm"
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
 

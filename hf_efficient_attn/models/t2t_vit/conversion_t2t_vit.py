@@ -129,8 +129,7 @@ def convert_checkpoint(
         output: the folder, created if necessary.
         name: name of the model as in `T2TViTConfig.from_name`; None infers the model from the shapes.
         ema: use the moving average of the weights if the file holds one, as the authors do.
-        **changes: fields of the config, such as id2label, or qk_scale=hidden_size**-0.5 for weights trained with
-            timm's older port.
+        **changes: fields of the config, such as id2label, or qk_scale=hidden_size**-0.5 for timm's older port.
 
     Raises:
         ValueError: the name is unknown, or the file does not hold the weights of such a model.
@@ -200,8 +199,7 @@ def _renamed(name: str, tensor: Tensor) -> dict[str, Tensor]:
     ours = name
     for pattern, replacement in _NAMES.items():
         ours = re.sub(pattern, replacement, ours)
-    # Fused projections. Transformer stages and the backbone start with the query, performers with the key
-    # (models/token_performer.py, single_attn).
+    # Fused projections, of which the query is the first, or in performers (models/token_performer.py) the key.
     fused = re.search(r"\.(qkv|kqv)\.", ours)
     if fused is None:
         return {ours: tensor}

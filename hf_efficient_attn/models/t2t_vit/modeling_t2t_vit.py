@@ -222,16 +222,10 @@ class T2TViTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | tuple[int, int]) -> None:
-        """Change the image size of the model in place, by interpolating its position table.
+        """Change the image size, one number of pixels or (height, width), by interpolating the position table in place.
 
         This serves fine-tuning at another size, as the authors do at 384 pixels. Parameters that a method learns get
-        the new size if the model is converted afterwards.
-
-        Args:
-            image_size: size in pixels, one number or (height, width).
-
-        Raises:
-            ValueError: the images are too small for a token, or a method learned parameters for the present size.
+        the new size if the model is converted afterwards; one that has learned some for the present size is refused.
         """
         if any(LEARNED in module._modules for module in self.modules()):
             raise ValueError(
@@ -268,14 +262,12 @@ class T2TViTModel(T2TViTPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width).
-            interpolate_pos_encoding: accept images of another size than the config's, and interpolate the position
-                table.
+            interpolate_pos_encoding: accept images of another size, and interpolate the position table.
             **kwargs: of Transformers, such as output_hidden_states and, with "eager", output_attentions. Both return
                 tensors of the backbone, not of the token stages.
 
         Returns:
-            last_hidden_state (B, 1 + N, hidden_size) after the final norm; pooler_output (B, hidden_size), its class
-            token.
+            last_hidden_state (B, 1 + N, hidden_size) after the norm; pooler_output (B, hidden_size), its class token.
 
         Raises:
             ValueError: image size or number of channels differ from the config's.

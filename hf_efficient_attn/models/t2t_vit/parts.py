@@ -13,8 +13,7 @@ from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
 
 # Added to the sum of a query's weights. A query whose weights all vanish gets 0 instead of 0 / 0. The authors' value.
 EPSILON = 1e-8
-# Limit of epsilon's exponent: exp(80) is far below the float32 maximum, and as a factor of epsilon it is far above any
-# sum of weights that are at most 1.
+# Limit of epsilon's exponent: exp(80) is far below the float32 maximum, and epsilon times it far above all weights.
 LARGEST_EXPONENT = 80.0
 
 
