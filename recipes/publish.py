@@ -13,6 +13,7 @@ deit-tiny-longformer, gpt2-books-nearfar and gpt2-books-kdeformer.
 
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
+def marked(name: str, card: str) -> str:
+    """A card whose first table has the marks of `recipes.results`, which writes the same table."""
+    marks = rf"<!-- table: card_{name.replace('-', '_')} -->\n\n\g<0>\n<!-- end -->\n"
+    return re.sub(r"(?:^\|.*\n)+", marks, card, count=1, flags=re.M)
+
+
 def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.Path) -> dict[str, Any]:
     """Convert, measure, check and copy the card; return the plan that `push --json` prints."""
     card, out = CARDS[name], work / name
@@ -58,7 +65,7 @@ def publish(name: str, data: pathlib.Path, work: pathlib.Path, target: pathlib.P
     if picture.is_file():
         shutil.copyfile(picture, target / f"{name}.png")
         text = text.replace("](benchmark.png)", f"]({name}.png)")
-    (target / f"{name}.md").write_text(text, encoding="utf-8")
+    (target / f"{name}.md").write_text(marked(name, text), encoding="utf-8")
     return plan
 
 

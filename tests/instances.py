@@ -16,13 +16,13 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods._shared import registry
 from hf_efficient_attn.ops.features.maps import LEARNED
-from hf_efficient_attn.ops.nearfar import within_bound
+from hf_efficient_attn.ops.nearfar import attempts
 
 # The tests run in several processes and their tensors are small, so each process uses one thread.
 torch.set_num_threads(1)
 # With as many rows as users have, to bound the error of a head would cost more than exact attention at most lengths of
 # the tests, so that all heads would be exact.
-within_bound.NUM_ROWS = 8
+attempts.NUM_ROWS = 8
 
 
 _COST = dict.fromkeys(
@@ -448,4 +448,4 @@ def relative_error(approximate: Tensor, exact: Tensor) -> float:
 
 def unregister(name: str) -> None:
     """Remove a method that a test has registered."""
-    del registry._REGISTRY[name]
+    del registry.METHODS[name]

@@ -19,7 +19,7 @@ from typer.main import get_command
 import hf_efficient_attn as hea
 from hf_efficient_attn import cli, hub
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from hf_efficient_attn.models import biggan, t2t_vit
 from hf_efficient_attn.ops import attend
 from tiny_models import tiny_model
@@ -105,7 +105,7 @@ def saved() -> Iterator[str]:
                 if "encoder.layer.1" in name and "learned" in name:
                     yield f"{title}: {name} {tuple(x.shape)} {x.dtype}"
         tiny_model("bert").save_pretrained(source)
-        done = convert_checkpoint(source, Path(folder, "converted"), "linformer")
+        done = convert_saved_model(source, Path(folder, "converted"), "linformer")
         yield "files: " + " ".join(sorted(file["name"] for file in done["files"]))
         origin = json.loads(Path(folder, "converted", "efficient_attention.json").read_text(encoding="utf-8"))
         yield "efficient_attention.json: " + " ".join(sorted(origin))

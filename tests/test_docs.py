@@ -39,6 +39,10 @@ README, DOCS, GUIDES = ROOT / "README.md", ROOT / "docs", ROOT / "docs" / "guide
 # Written by people; docs/_ext/reference.py writes the pages about methods and commands, and some parts of these.
 PAGES = [README, *(ROOT / name / "README.md" for name in ("recipes", "model_cards")), *sorted(DOCS.glob("*.md"))]
 PAGES += sorted(GUIDES.glob("*.md"))
+# How to add a method, a kernel and a model.
+CONTRIBUTING = DOCS / "contributing"
+TUTORIALS = sorted(CONTRIBUTING.glob("add_*.md"))
+PAGES += TUTORIALS
 PAGES += [path for path in sorted((DOCS / "reference").glob("*.md")) if path.name != "commands.md"]
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 # Commands that take minutes and have tests of their own; here their options are checked.
@@ -98,10 +102,10 @@ def help_for(words: list[str]) -> str:
         return help_of_command(words[1:2])
     if words[1] != "-m":
         return help_of(importlib.import_module(words[1].removesuffix(".py").replace("/", ".")).run, [])
-    # A module of recipes with one or several commands.
-    name = f"{words[2]}.__main__" if words[2] == "recipes.experiments" else words[2]
+    # A module of recipes: one on Trainer, or one with one or several commands.
+    module = importlib.import_module(f"{words[2]}.__main__" if words[2] == "recipes.experiments" else words[2])
     command = [word for word in words[3:4] if not word.startswith("-") and word.islower()]
-    return help_of_command(command, importlib.import_module(name).app)
+    return help_of_command(command, module.app) if hasattr(module, "app") else help_of(module.run, [])
 
 
 def check_options(words: list[str], page: str) -> None:
@@ -263,12 +267,13 @@ def models(tmp_path, monkeypatch, minilm, example):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("path", sorted(GUIDES.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*sorted(GUIDES.glob("*.md")), *TUTORIALS], ids=lambda path: path.stem)
 def test_every_block_of_a_guide_runs(path, models):
     blocks, namespace = blocks_of(path.read_text(encoding="utf-8")), {"__name__": path.stem}
     assert blocks
     for block in blocks:
-        run(block, path.stem, namespace)
+        if path not in TUTORIALS or block.language == "python":  # their commands are those of developers
+            run(block, path.stem, namespace)
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
@@ -284,21 +289,24 @@ def test_notebooks_are_stored_without_outputs(path):
 
 @pytest.fixture
 def example(monkeypatch):
-    """The example of a method in a file of its own, which can be imported."""
+    """The example of a method in a file of its own, and the template of one in the package, which can be imported."""
     monkeypatch.syspath_prepend(str(GUIDES))
+    monkeypatch.syspath_prepend(str(CONTRIBUTING))
     yield
-    if sys.modules.pop("random_keys", None) is not None:
-        unregister("random_keys")
+    for name in ("random_keys", "new_method"):
+        if sys.modules.pop(name, None) is not None:
+            unregister(name)
 
 
-def test_the_example_of_a_method_keeps_the_promises(example):
+@pytest.mark.parametrize("name", ["random_keys", "new_method"])
+def test_the_examples_of_a_method_keep_the_promises(name, example):
     """The checks that the page names are a selection; here are all."""
-    importlib.import_module("random_keys")
-    row = Instance("random_keys", {"num_samples": 24}, limit="exact", random=True)
+    importlib.import_module(name)
+    row = Instance(name, {"num_samples": 24}, limit="exact", random=name == "random_keys")
     assert row.config().exact_length == 24
-    for name in PROMISES:
-        if row.info.causal or name not in ("future", "length", "last_queries", "state"):
-            attack(name, row, 4)
+    for promise in PROMISES:
+        if row.info.causal or promise not in ("future", "length", "last_queries", "state"):
+            attack(promise, row, 4)
     promises.check_converges(row, False)
 
 
@@ -329,7 +337,7 @@ def test_every_refusal_is_on_a_page(reference, tmp_path):
     text = reference.filled(page, found, seen := set())
     assert "old" not in text and text.endswith("<!-- end -->\nmore\n") and "- --device \\<name>: PyTorch cannot" in text
     assert {module.split("/")[0] for module in seen} == {"kernel", "cli"}
-    with pytest.raises(ValueError, match=r"on no page: .*integration/masks"):
+    with pytest.raises(ValueError, match=r"on no page: .*integration/inputs"):
         reference.pages(tmp_path)
     page.write_text("<!-- refusals nothing -->\n<!-- end -->\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no module nothing"):

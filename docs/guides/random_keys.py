@@ -8,7 +8,7 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from hf_efficient_attn.methods import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.draws import uniform
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
 
 
@@ -40,7 +40,7 @@ def forward(config: RandomKeysConfig, query: Tensor, key: Tensor, value: Tensor,
     if mask is None:
         mask = torch.ones(batch, kv_len, dtype=torch.bool, device=key.device)
     rank = mask.cumsum(1) - 1  # (B, Nk): 0 for the first valid key, wherever it is
-    draw = uniform((kv_len,), options.seed, stream=0, device=key.device)[rank]
+    draw = Draws(options.seed, key.device).uniform((kv_len,), stream=0)[rank]
     sampled = draw.masked_fill(~mask, 2.0).argsort(1)[:, : config.num_samples]  # (B, S), masked keys last
     bias = mask_bias(mask.take_along_dim(sampled, 1), query.dtype)  # (B, S): -inf if too few keys are valid
     key, value = (x.take_along_dim(sampled[:, None, :, None], 2) for x in (key, value))

@@ -260,7 +260,7 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
             raise UnsupportedAttentionError(f"{INDEX}: weight_map names {shown(name)}, which is no safetensors file")
         paths = [folder / name for name in names]
     if paths:
-        return {path: _read(path, inside) for path in paths}
+        return {path: _read_tensors(path, inside) for path in paths}
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in PICKLES)
     if not pickles:
         raise UnsupportedAttentionError(f"{shown(str(folder))} holds no weights: neither {SINGLE} nor {INDEX} exists")
@@ -273,7 +273,7 @@ def find_weights(folder: pathlib.Path, inside: pathlib.Path, *, allow_pickle: bo
     )
 
 
-def _read(path: pathlib.Path, inside: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_tensors(path: pathlib.Path, inside: pathlib.Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors and the metadata of a file. No code in it runs: of a pickle only weights are read."""
     regular_file(path, inside)
     name, metadata = short_name(path, inside), dict[str, str]()

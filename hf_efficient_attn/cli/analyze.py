@@ -6,13 +6,16 @@ import pathlib
 import shlex
 import statistics
 import textwrap
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_efficient_attn.cli import common
 from hf_efficient_attn.cli.benchmark import Data
 from hf_efficient_attn.errors import UnsupportedAttentionError
+
+if TYPE_CHECKING:
+    from hf_efficient_attn.evaluation.progress import Execution
 
 _length = (
     "Number of tokens; pictures are resized. Use the length of your inputs, because errors grow with it. [default: "
@@ -62,29 +65,11 @@ def analyze(
         )
     chosen = list(common.parse_methods(methods, setting).values())
     from hf_efficient_attn.evaluation.analyze import analyze_checkpoint
-    from hf_efficient_attn.evaluation.pictures import draw_analysis, title_of
-    from hf_efficient_attn.evaluation.progress import Execution
-    from hf_efficient_attn.evaluation.timing import describe
+    from hf_efficient_attn.evaluation.pictures import draw_analysis
     from hf_efficient_attn.io.writing import check_folder, write_results
 
     if output is not None:
         check_folder(output, ("analysis.json", "analysis.png"), force=force)
-    tables: list[common.LiveTable] = []  # one, made with its first row
-
-    def begin(about: dict[str, Any]) -> None:
-        typer.echo(f"{title_of(about)}\n{describe(about['machine'])}\n")
-
-    def add(entry: dict[str, Any]) -> None:
-        cells = [_mean(entry["stable_rank"], 1), _mean(entry["head_to_tail"], 1)]
-        cells += [" ".join(_mean(heads, 2) or "-" for heads in sizes.values()) for sizes in entry["errors"].values()]
-        if not tables:
-            titles = ["layer", "stable rank", "tail/head", *entry["errors"]]
-            widths = [5 * len(sizes) - 1 for sizes in entry["errors"].values()]
-            tables.append(common.LiveTable(titles, [5, 11, 9, *widths], left=["layer"]))
-        tables[0].add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
-
-    # JSON is for programs: nothing else is printed then.
-    execution = Execution(minutes) if as_json else Execution(minutes, add, begin)
     work = functools.partial(
         analyze_checkpoint,
         source,
@@ -93,7 +78,7 @@ def analyze(
         allow_pickle=allow_pickle,
         length=length,
         rows=rows,
-        execution=execution,
+        execution=_execution(minutes, is_silent=as_json),  # JSON is for programs: nothing else is printed then
         methods=chosen or None,
         budgets=common.parse_lengths(budgets) or None,
         max_error=next((limit for limit in (calibrate, max_error) if limit is not None), 0.2),
@@ -111,6 +96,31 @@ def analyze(
     else:
         typer.echo("\n".join([*_report(result), *(f"Written: {path}" for path in written)]))
     raise typer.Exit(status)
+
+
+def _execution(minutes: float | None, *, is_silent: bool) -> "Execution":
+    """How the analysis is carried out: it prints a heading, and a table whose rows appear as they are complete."""
+    from hf_efficient_attn.evaluation.pictures import title_of
+    from hf_efficient_attn.evaluation.progress import Execution
+    from hf_efficient_attn.evaluation.timing import describe
+
+    if is_silent:
+        return Execution(minutes)
+    tables: list[common.LiveTable] = []  # one, made with its first row
+
+    def begin(about: dict[str, Any]) -> None:
+        typer.echo(f"{title_of(about)}\n{describe(about['machine'])}\n")
+
+    def add(entry: dict[str, Any]) -> None:
+        cells = [_mean(entry["stable_rank"], 1), _mean(entry["head_to_tail"], 1)]
+        cells += [" ".join(_mean(heads, 2) or "-" for heads in sizes.values()) for sizes in entry["errors"].values()]
+        if not tables:
+            titles = ["layer", "stable rank", "tail/head", *entry["errors"]]
+            widths = [5 * len(sizes) - 1 for sizes in entry["errors"].values()]
+            tables.append(common.LiveTable(titles, [5, 11, 9, *widths], left=["layer"]))
+        tables[0].add([entry["name"] if entry["layer"] is None else entry["layer"], *cells])
+
+    return Execution(minutes, add, begin)
 
 
 def _apply_command(source: str, result: dict[str, Any], config: pathlib.Path | None) -> str | None:

@@ -53,7 +53,7 @@ def convert(
     Exit status: 0 done, 1 an error of reading, writing or the network, 2 refused, 130 interrupted. The output folder is
     either complete or does not appear. What others put there during the work is never lost.
     """
-    from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+    from hf_efficient_attn.conversion.checkpoint import convert_saved_model
     from hf_efficient_attn.integration.layers import parse_layers
 
     if (method is None) == (config is None) or (config is not None and (setting or layers)):
@@ -63,7 +63,7 @@ def convert(
         )
     chosen, hyperparameters = parse_method(method or "", setting) if config is None else (_read_settings(config), None)
     chosen_layers = None if layers is None else parse_layers(layers)
-    done = convert_checkpoint(
+    done = convert_saved_model(
         source, output, chosen, hyperparameters=hyperparameters, layers=chosen_layers, max_length=max_length,
         base_model=base_model, kernel=kernel, has_code=remote_code, force=force, allow_pickle=allow_pickle,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from hf_efficient_attn.checkpoint.source import (
     check_hub_id,
     provenance,
 )
-from hf_efficient_attn.conversion.convert import choice_of, convert, extend_positions, num_positions
+from hf_efficient_attn.conversion.convert import convert, extend_positions, num_positions, requested_settings
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -47,7 +47,7 @@ from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, r
 _LEARNED = "learned_parameters"
 
 
-def convert_checkpoint(
+def convert_saved_model(
     source: "str | os.PathLike[str]",
     output: "str | os.PathLike[str]",
     method: str | EfficientAttentionConfig,
@@ -90,7 +90,7 @@ def convert_checkpoint(
 
 
 class Conversion:
-    """The conversion of one checkpoint, of which `convert_checkpoint` carries out all parts.
+    """The conversion of one checkpoint, of which `convert_saved_model` carries out all parts.
 
     Between `switch` and `write` the learned parameters of the model can be trained, and its own parameters too.
     Attributes are `checked`, the source, `place`, the output folder, and `model`, the source's model in eval mode.
@@ -153,13 +153,13 @@ class Conversion:
         hyperparameters: Mapping[str, Any],
         layers: Sequence[Layer] | None,
     ) -> None:
-        """Extend the positions and switch the model to a method; the arguments are those of `convert_checkpoint`."""
+        """Extend the positions and switch the model to a method; the arguments are those of `convert_saved_model`."""
         model, stored = self.model, self.model.config.efficient_attention
         self._method = method if isinstance(method, str) else str(method.method)
         # The hyperparameters that the checkpoint's parameters were learned with.
         entries = as_settings(stored).entries if stored else ()
         present = [entry.config for entry in entries if entry.config.method == method]
-        chosen = choice_of(present[0] if len(present) == 1 else method, layers, hyperparameters)
+        chosen = requested_settings(present[0] if len(present) == 1 else method, layers, hyperparameters)
         with quiet(), refusing(f"{self._method} in a {type(model).__name__}", OSError, UnsupportedAttentionError):
             if self._max_length is not None and stored and not present:
                 convert(model, EXACT)  # otherwise parameters that are dropped anyway would prevent the extension
@@ -176,38 +176,18 @@ class Conversion:
         """Write the result, with the tensors of the source where the model has not changed them.
 
         `add_files` adds files to the folder that it is given, before the model card is made from them. Returns the
-        report of `convert_checkpoint`.
+        report of `convert_saved_model`.
         """
-        checked, model, origin = self.checked, self.model, self._origin
+        checked, model = self.checked, self.model
         with self.place.staged() as draft:
             new, dropped = find_changes(model, checked.tensors, self._loaded.missing)
             names = (checked.tensors.keys() | new.keys()) - dropped
-            model.config.architectures = list(checked.config.get("architectures") or [type(model).__name__])
-            with quiet(), refusing("config.json of the result", OSError):
-                model.config.save_pretrained(draft)
-            write_weights(draft, checked.weights, new, names)
-            for companion in checked.companions:
-                (draft / companion).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(checked.folder / companion, draft / companion)
+            self._write_model(draft, new, names)
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
-            notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), origin, limits)]
-            write_json(draft / FILE, origin)
-            problem = (
-                "the result does not load again, so this checkpoint cannot be converted file by file; convert the "
-                "model in Python instead, with hea.convert and save_pretrained"
-            )
-            with refusing(problem, OSError):  # also if the model does not use all new tensors
-                written = open_checkpoint(draft)
-                unused = {*load_with_report(written).unused} - {*self._loaded.unused}
-                for lost in sorted(unused | (names ^ written.tensors.keys())):
-                    raise UnsupportedAttentionError(f"the model does not find {shown(lost)}")
-            config = read_json_object(draft / "config.json")
-            if self._kernel is not None:
-                config["attn_implementation"] = kernel_implementation(model, self._kernel)
-            if self._has_code:
-                code, config["auto_map"] = remote_code(model.config)
-                (draft / f"{MODULE}.py").write_text(code, encoding="utf-8", newline="\n")
-            write_json(draft / "config.json", config)
+            notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), self._origin, limits)]
+            write_json(draft / FILE, self._origin)
+            self._check_that_it_loads(draft, names)
+            self._name_code(draft)
             if add_files is not None:
                 add_files(draft)
             write_card(draft, name=self.place.path.name)
@@ -215,13 +195,6 @@ class Conversion:
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
         groups = exact_lengths(model)
-        notes += describe(groups, num_positions(model))
-        if checked.dropped_keys:
-            keys = ", ".join(checked.dropped_keys)
-            notes.append(f"config.json: left out {keys}; code and files from elsewhere are not used")
-        if self._loaded.unused:
-            unused_names = ", ".join(self._loaded.unused[:8])
-            notes.append(f"tensors that a {type(model).__name__} does not use, copied unchanged: {unused_names}")
         return {
             "source": self._source,
             "output": str(self.place.path),
@@ -235,9 +208,53 @@ class Conversion:
             "parameters": {"kept": len(names - new.keys()), "new": sorted(new), "dropped": sorted(dropped)},
             "files": sizes,
             "left_out": list(checked.left_out),
-            "notes": notes,
+            "notes": [*notes, *describe(groups, num_positions(model)), *self._notes_on_source()],
             "load": load,
         }
+
+    def _write_model(self, draft: pathlib.Path, new: Mapping[str, Tensor], names: set[str]) -> None:
+        """Write the config and the tensors `names` of the model, and copy the other files of the source."""
+        checked, config = self.checked, self.model.config
+        config.architectures = list(checked.config.get("architectures") or [type(self.model).__name__])
+        with quiet(), refusing("config.json of the result", OSError):
+            config.save_pretrained(draft)
+        write_weights(draft, checked.weights, new, names)
+        for companion in checked.companions:
+            (draft / companion).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checked.folder / companion, draft / companion)
+
+    def _check_that_it_loads(self, draft: pathlib.Path, names: set[str]) -> None:
+        """Refuse a result of which a model does not find or use all tensors `names`."""
+        problem = (
+            "the result does not load again, so this checkpoint cannot be converted file by file; convert the "
+            "model in Python instead, with hea.convert and save_pretrained"
+        )
+        with refusing(problem, OSError):  # also if the model does not use all new tensors
+            written = open_checkpoint(draft)
+            unused = {*load_with_report(written).unused} - {*self._loaded.unused}
+            for lost in sorted(unused | (names ^ written.tensors.keys())):
+                raise UnsupportedAttentionError(f"the model does not find {shown(lost)}")
+
+    def _name_code(self, draft: pathlib.Path) -> None:
+        """Name a kernel repository in config.json, or remote code, and write that, if this is asked for."""
+        config = read_json_object(draft / "config.json")
+        if self._kernel is not None:
+            config["attn_implementation"] = kernel_implementation(self.model, self._kernel)
+        if self._has_code:
+            code, config["auto_map"] = remote_code(self.model.config)
+            (draft / f"{MODULE}.py").write_text(code, encoding="utf-8", newline="\n")
+        write_json(draft / "config.json", config)
+
+    def _notes_on_source(self) -> list[str]:
+        """Notes about keys and tensors of the source that the model does not use."""
+        notes = []
+        if self.checked.dropped_keys:
+            keys = ", ".join(self.checked.dropped_keys)
+            notes.append(f"config.json: left out {keys}; code and files from elsewhere are not used")
+        if self._loaded.unused:
+            names = ", ".join(self._loaded.unused[:8])
+            notes.append(f"tensors that a {type(self.model).__name__} does not use, copied unchanged: {names}")
+        return notes
 
 
 def exact_lengths(model: PreTrainedModel) -> list[dict[str, Any]]:

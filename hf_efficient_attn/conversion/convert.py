@@ -10,9 +10,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, unknown_method, unknown_name
+from hf_efficient_attn.integration.inputs import PositionTable, position_offset
 from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.integration.models import configs_of, models_in, transformers_models
-from hf_efficient_attn.integration.positions import PositionTable, position_offset, tables_of
+from hf_efficient_attn.integration.models import configs_of, models_in, tables_of, transformers_models
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
 from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
@@ -26,7 +26,7 @@ def convert(
     layers: Sequence[Any] | None = None,
     **hyperparameters: Any,
 ) -> nn.Module:
-    """Switch a model to a method, in place. The choice is saved with the model.
+    """Switch a model to a method, in place. The settings are saved with the model.
 
     The switch is one transaction: if it fails for any reason, the model is as it was before.
 
@@ -47,7 +47,7 @@ def convert(
         UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, the model does not support the
             method, or it shall be exact and has a replacement of `hea.replace_sdpa`.
     """
-    settings = choice_of(method_or_config, layers, hyperparameters)
+    settings = requested_settings(method_or_config, layers, hyperparameters)
     if settings is None and isinstance(model, nn.Module) and replacements_of(model):
         raise UnsupportedAttentionError(
             f"hea.replace_sdpa computes the attention of this model, so that it would not be exact with "
@@ -68,14 +68,14 @@ def convert(
     return model
 
 
-def choice_of(
+def requested_settings(
     method_or_config: str | MethodConfig | EfficientAttentionConfig | dict[str, Any],
     layers: Sequence[Any] | None,
     hyperparameters: Mapping[str, Any],
 ) -> EfficientAttentionConfig | None:
-    """The choice that the arguments of `convert` describe; None for one of Transformers' own implementations.
+    """The settings that the arguments of `convert` describe; None for one of Transformers' own implementations.
 
-    What is no choice, whatever the model is, is refused.
+    What describes none, whatever the model is, is refused.
     """
     if isinstance(method_or_config, str) and method_or_config not in available_methods():
         if method_or_config not in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()):
@@ -95,7 +95,7 @@ def choice_of(
         return settings
     if len(settings.entries) > 1 or (layers is not None and settings.layers is not None):
         raise UnsupportedAttentionError(
-            "the configuration already says which layer uses which method: give layers and hyperparameters inside it"
+            "the settings already say which layer uses which method: give layers and hyperparameters inside them"
         )
     changed = make_config(settings.entries[0].config, **hyperparameters)
     return EfficientAttentionConfig(changed, None, settings.layers if layers is None else layers)

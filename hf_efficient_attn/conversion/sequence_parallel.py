@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import models, positions
-from hf_efficient_attn.integration.configs import method_of
+from hf_efficient_attn.integration import inputs, models
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
+from hf_efficient_attn.integration.settings import method_of
 from hf_efficient_attn.integration.shards import PARALLEL, SHARDS, SequenceParallel
 from hf_efficient_attn.ops.shards import Shards, gather
 
@@ -64,20 +64,20 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
             "torch.distributed.group.WORLD"
         )
     for part in parts:
-        for reason in _reasons(part):
+        for reason in _reasons_against(part):
             raise UnsupportedAttentionError(f"sequence_parallel: {type(part).__name__} {reason}")
     parallel = SequenceParallel(group)
     for part in parts:
         for found in models.attention_modules(part):
             setattr(found.module, PARALLEL, parallel)
         if getattr(part, PARALLEL, None) is None:
-            part.register_forward_pre_hook(_enter, with_kwargs=True)
-            part.register_forward_hook(_leave, always_call=True)
+            part.register_forward_pre_hook(_begin_call, with_kwargs=True)
+            part.register_forward_hook(_end_call, always_call=True)
         setattr(part, PARALLEL, parallel)
     return model
 
 
-def _reasons(model: PreTrainedModel) -> Iterator[str]:
+def _reasons_against(model: PreTrainedModel) -> Iterator[str]:
     """Why the sequences of a model cannot be divided."""
     layers = str(getattr(model.config, "layer_types", None))
     if any(method_of(part.config) is None for part in models.models_in(model)):
@@ -109,13 +109,13 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             yield f"computes attention that no method replaces, in {path} ({type(module).__name__}): use another model"
 
 
-def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _begin_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A forward pre-hook: agree with the other processes on the shards of the call, and tell the layers."""
     parallel: SequenceParallel = getattr(model, PARALLEL)
-    given = positions.by_name(model, args, kwargs)
+    given = inputs.by_name(model, args, kwargs)
     # The input (B, n) or (B, n, W); None if there is none.
     tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
-    parallel.current = shards = _agree(model, parallel.group, given, tokens)
+    parallel.current = shards = _agree_on_shards(model, parallel.group, given, tokens)
     takes = inspect.signature(model.forward).parameters
     kwargs = dict(kwargs)
     if "position_ids" in takes and given.get("position_ids") is None:
@@ -128,7 +128,7 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, kwargs
 
 
-def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
+def _end_call(model: PreTrainedModel, args: Any, output: Any) -> Any:
     """A forward hook: the call is over. Its pooled output is that of the first token, which the first process holds."""
     parallel: SequenceParallel = getattr(model, PARALLEL)
     shards, parallel.current = parallel.current, None
@@ -137,7 +137,7 @@ def _leave(model: PreTrainedModel, args: Any, output: Any) -> Any:
     return output
 
 
-def _problems(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> dict[str, bool]:
+def _problems_of_call(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> dict[str, bool]:
     """What can be wrong with a call in this process, and whether it is."""
     mask, has_positions = given.get("attention_mask"), given.get("position_ids") is not None
     counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
@@ -157,9 +157,9 @@ def _problems(model: PreTrainedModel, given: Mapping[str, Any], tokens: Any) -> 
     }
 
 
-def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens: Any) -> Shards:
+def _agree_on_shards(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens: Any) -> Shards:
     """The shards of a call, the same in all processes. If the call of one of them is refused, all of them raise."""
-    problems, mask = _problems(model, given, tokens), given.get("attention_mask")
+    problems, mask = _problems_of_call(model, given, tokens), given.get("attention_mask")
     problem = next((i for i, is_wrong in enumerate(problems.values()) if is_wrong), -1)
     device = tokens.device if isinstance(tokens, Tensor) else next(model.parameters()).device
     batch, length = (0, 0) if problem == 0 else tokens.shape[:2]
@@ -180,7 +180,7 @@ def _agree(model: PreTrainedModel, group: Any, given: Mapping[str, Any], tokens:
         )
     # Only the last process would notice by itself that the sequence is longer than a position table.
     for part in models.models_in(model) if given.get("position_ids") is None else ():
-        positions.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
+        inputs.refuse_long_input(part, {"input_ids": torch.empty(1, sum(lengths), device="meta")})
     key_mask = None
     if any(is_padded):
         whole = gather(pad(valid.to(torch.uint8), (0, max(lengths) - length)), group).to(torch.bool)

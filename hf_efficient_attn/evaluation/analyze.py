@@ -12,7 +12,7 @@ import math
 import pathlib
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,40 +94,143 @@ def analyze(
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
     check_positive("max_error", max_error, is_count=False)
-    execution = execution or Execution()
     summary = summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
-    study = calibration.Study(candidates, summary)
-    used = sorted({one.columns for one in candidates if one.columns is not None})
-    about = {**(about or {}), "tokens": summary.max_kv_len}
-    execution.on_begin(about)
-    num_keys, entries = summary.max_kv_len, dict[str, dict[str, Any]]()  # of the modules that are complete
-    visits = _plan_visits(candidates, used, summary, is_limited=execution.minutes is not None)
-    calls, done = Counter(call.name for call in summary.calls), Counter[str]()  # of each module: calls, and visits
-    # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
-    values: dict[str, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-    plan = [
-        Step(call.name, visit.cost(call, has_properties=num_keys <= _MAX_LENGTH), visit, stage)
-        for stage, visit in enumerate(visits)
-        for call in summary.calls
-    ]
+    request = _Request(max_error, per_layer, about or {})
+    analysis = _Analysis(model, batch, summary, candidates, execution or Execution(), request)
+    with partial_result(lambda: analysis.result(is_over=True)):
+        analysis.run()
+        found = analysis.result()
+    assert found is not None  # the first step is always carried out
+    return found
 
-    def entry(call: Call) -> dict[str, Any]:
-        """The means of the numbers of a module over sequences."""
-        means: dict[Any, Any] = {key: torch.stack(x).mean(0).tolist() for key, x in values[call.name].items()}
+
+class _Request(NamedTuple):
+    """Arguments of `analyze`."""
+
+    max_error: float
+    per_layer: bool
+    about: Mapping[str, Any]
+
+
+class _Analysis:
+    """The measurements of `analyze`, whose arguments it takes, and what follows from them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        summary: AttentionSummary,
+        candidates: Sequence[Candidate],
+        execution: Execution,
+        request: _Request,
+    ) -> None:
+        self._model, self._batch, self._summary, self._candidates = model, batch, summary, candidates
+        self._execution, self._request = execution, request
+        self._about = {**request.about, "tokens": summary.max_kv_len}
+        self._study = calibration.Study(candidates, summary)
+        self._budgets = sorted({one.columns for one in candidates if one.columns is not None})
+        self._has_properties = summary.max_kv_len <= _MAX_LENGTH
+        self._visits = _plan_visits(candidates, self._budgets, summary, is_limited=execution.minutes is not None)
+        # Of each module: the number of its calls, and of those visits of calls that are done.
+        self._calls = Counter(call.name for call in summary.calls)
+        self._done = Counter[str]()
+        self._entries: dict[str, dict[str, Any]] = {}  # of the modules that are complete
+        # Module -> candidate, or name of a property -> the numbers of its heads (H,) for each sequence.
+        self._values: dict[str, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+
+    def run(self) -> None:
+        """Measure everything, or what fits into the time."""
+        self._execution.on_begin(self._about)
+        plan = [
+            Step(call.name, visit.cost(call, has_properties=self._has_properties), visit, stage)
+            for stage, visit in enumerate(self._visits)
+            for call in self._summary.calls
+        ]
+        with (
+            contextlib.closing(carry_out(plan, self._execution)) as steps,
+            contextlib.suppress(TimeoutError),
+        ):
+            for _ in self._visits:
+                with capture_attention(self._model, functools.partial(self._visit, steps)):
+                    forward(self._model, self._batch)
+
+    def _visit(self, steps: Iterator[Step], call: Call) -> None:
+        """Measure in a call what the next step asks for."""
+        step = next(steps, None)
+        if step is None and self._done:
+            raise TimeoutError  # the rest does not fit into the time
+        assert step is not None  # the first step is always carried out
+        some: _Visit = step.key
+        rows, values = call.rows(some.rows), self._values[call.name]
+        for candidate, errors in self._study.add(rows, some.candidates, some.rows.start).items():
+            values[candidate] += [errors[b] for b in rows.sequences]
+        if some.properties and self._has_properties:
+            for name, heads in _matrix_properties(call.row(0)).items():
+                values[name].append(heads)
+        self._done[call.name] += 1
+        if self._done[call.name] == len(self._visits) * self._calls[call.name]:
+            self._add_entry(call)
+
+    def _add_entry(self, call: Call) -> None:
+        """Make the entry of a module in "layers": the means of its numbers over sequences."""
+        means: dict[Any, Any] = {key: torch.stack(x).mean(0).tolist() for key, x in self._values[call.name].items()}
         errors: dict[str, dict[str, Any]] = {}
-        for columns, candidate in itertools.product(used, candidates):
+        for columns, candidate in itertools.product(self._budgets, self._candidates):
             # A method without a budget has one candidate, the smallest.
             if candidate.columns is not None and candidate.columns <= columns:
                 errors.setdefault(candidate.label, {})[str(columns)] = means.get(candidate)
         properties = {key: means.get(key) for key in ("stable_rank", "head_to_tail")}
-        return {"layer": call.layer, "name": call.name, **properties, "errors": errors}
+        entry = {"layer": call.layer, "name": call.name, **properties, "errors": errors}
+        self._entries[call.name] = entry
+        self._execution.on_row(entry)
 
-    def recommended(
-        chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, is_over: bool
+    def result(self, *, is_over: bool = False) -> dict[str, Any] | None:
+        """The result of `analyze`; None if no layer was measured. With `is_over` nothing more is measured for it."""
+        calls, done = self._calls, self._done
+        for call in self._summary.calls:  # those that were measured in part, too
+            if calls[call.name] <= done[call.name] and call.name not in self._entries:
+                self._add_entry(call)
+        if not self._entries:
+            return None
+        names = {call.name: call.name if call.layer is None else call.layer for call in self._summary.calls}
+        missing = list(dict.fromkeys(label for name, label in names.items() if done[name] < calls[name]))
+        needed = {name: len(self._visits) * calls[name] for name in names}
+        partial = [label for name, label in names.items() if calls[name] <= done[name] < needed[name]]
+        partial = [label for label in dict.fromkeys(partial) if label not in missing]
+        chosen = self._choose(missing, is_over=is_over)
+        tokens = self._study.tokens
+        settings = calibration.make_settings(chosen, max(tokens[layer] for layer in chosen)) if chosen else None
+        return {
+            **self._about,
+            "layers": [self._entries[name] for name in names if name in self._entries],
+            "recommended": settings and self._recommended(chosen, settings, is_over=is_over),
+            "calibrated": settings and settings.to_dict(defaults=False),
+            "max_error": self._request.max_error,
+            "per_layer": self._request.per_layer,
+            "budgets": self._budgets,
+            "is_causal": self._summary.is_causal,
+            "complete": not missing and not partial,
+            "left_out": missing,
+            "partial": partial,
+        }
+
+    def _choose(self, missing: Sequence[Layer], *, is_over: bool) -> Mapping[Layer, Choice]:
+        """The method and the budget of each layer that can be converted, without the layers that are missing."""
+        study = self._study
+        table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
+        accepted = accept(table, self._candidates, self._request.max_error, study.assumed_spread)
+        # After Ctrl-C the user does not want to wait for more measurements.
+        measure = None if is_over else functools.partial(measure_seconds, self._model, self._batch)
+        choose = choose_each if self._request.per_layer else choose_one
+        return choose(accepted, study.seconds, measure)
+
+    def _recommended(
+        self, chosen: Mapping[Layer, Choice], settings: EfficientAttentionConfig, *, is_over: bool
     ) -> dict[str, Any]:
-        exact = [layer for layer in summary.layers if layer not in chosen]
-        speed = None if is_over else calibration.measure_speed(model, batch, settings)
+        """The entry "recommended" of the result."""
+        given = self._model, self._batch, settings
+        speed = None if is_over else calibration.measure_speed(*given)
         return {
             "layers": [
                 {
@@ -141,71 +244,13 @@ def analyze(
                 }
                 for layer, choice in chosen.items()
             ],
-            "exact_layers": exact,
+            "exact_layers": [layer for layer in self._summary.layers if layer not in chosen],
             "error": statistics.fmean(choice.error for choice in chosen.values()),
             "speed_up": speed and speed.ratio,
             "saves": speed and speed.is_gain,
-            "output_error": None if is_over else calibration.measure_output_error(model, batch, settings),
+            "output_error": None if is_over else calibration.measure_output_error(*given),
             "tokens": settings.calibrated_length,
         }
-
-    def result(*, is_over: bool = False) -> dict[str, Any] | None:
-        for call in summary.calls:  # those that were measured in part, too
-            if calls[call.name] <= done[call.name] and call.name not in entries:
-                entries[call.name] = entry(call)
-                execution.on_row(entries[call.name])
-        if not entries:
-            return None
-        names = {call.name: call.name if call.layer is None else call.layer for call in summary.calls}
-        missing = list(dict.fromkeys(label for name, label in names.items() if done[name] < calls[name]))
-        partial = [label for name, label in names.items() if calls[name] <= done[name] < len(visits) * calls[name]]
-        partial = [label for label in dict.fromkeys(partial) if label not in missing]
-        table = {key: errors for key, errors in study.table.items() if key[0] not in missing}
-        # After Ctrl-C the user does not want to wait for more measurements.
-        measure = None if is_over else functools.partial(measure_seconds, model, batch)
-        choose = choose_each if per_layer else choose_one
-        chosen = choose(accept(table, candidates, max_error, study.assumed_spread), study.seconds, measure)
-        settings = calibration.make_settings(chosen, max(study.tokens[layer] for layer in chosen)) if chosen else None
-        return {
-            **about,
-            "layers": [entries[name] for name in names if name in entries],
-            "recommended": settings and recommended(chosen, settings, is_over),
-            "calibrated": settings and settings.to_dict(defaults=False),
-            "max_error": max_error,
-            "per_layer": per_layer,
-            "budgets": used,
-            "is_causal": summary.is_causal,
-            "complete": not missing and not partial,
-            "left_out": missing,
-            "partial": partial,
-        }
-
-    with partial_result(lambda: result(is_over=True)):
-        with contextlib.closing(carry_out(plan, execution)) as steps:
-
-            def visit(call: Call) -> None:
-                step = next(steps, None)
-                if step is None and done:
-                    raise TimeoutError  # the rest does not fit into the time
-                assert step is not None  # the first step is always carried out
-                some: _Visit = step.key
-                for candidate, errors in study.add(call.rows(some.rows), some.candidates, some.rows.start).items():
-                    values[call.name][candidate] += [errors[b] for b in call.rows(some.rows).sequences]
-                if some.properties and num_keys <= _MAX_LENGTH:
-                    for name, heads in _matrix_properties(call.row(0)).items():
-                        values[call.name][name].append(heads)
-                done[call.name] += 1
-                if done[call.name] == len(visits) * calls[call.name]:
-                    entries[call.name] = entry(call)
-                    execution.on_row(entries[call.name])
-
-            with contextlib.suppress(TimeoutError):
-                for _ in visits:
-                    with capture_attention(model, visit):
-                        forward(model, batch)
-        found = result()
-    assert found is not None  # the first step is always carried out
-    return found
 
 
 class _Visit(NamedTuple):

@@ -27,12 +27,11 @@ from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison,
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, method_of, settings_of
 from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig
 
@@ -130,35 +129,20 @@ def benchmark_checkpoint(
         if execution.minutes is not None:
             stages = [*_make_plan(model, inputs, procedure.first(), chosen, list(settings), chunk), *stages]
         variants = make_variants(model, settings, own if methods is None else None, max(chosen), chunk)
-        rows: list[dict[str, Any]] = []
-        row_of: dict[tuple[int, str], int] = {}  # the key of a step -> the index of its row
-
-        def result() -> dict[str, Any]:
-            left_out = [step.name for step in plan if step.key not in row_of]
-            only_first = [step.name for step in plan if step.key in row_of and rows[row_of[step.key]]["is_first"]]
-            missing = "Not complete." if left_out or only_first else ""
-            missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
-            missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
-            return {
-                "format": FORMAT,
-                "source": checked.title,
-                "task": task,
-                "machine": timing.machine(model),
-                "data": {"name": inputs.name, "rows": inputs.rows},
-                "agreement": AGREEMENT.get(task, "top1"),
-                "labels": list(settings),
-                "chunk": chunk,
-                "measurements": rows,
-                "complete": not missing,
-                "left_out": left_out,
-                "only_first": only_first,
-                "notes": [note for note in [*notes, *_notes_on(rows, inputs, chunk), missing] if note],
-                **conclude(rows, list(settings)),
-            }
-
-        execution.on_begin(result())
+        facts = {
+            "format": FORMAT,
+            "source": checked.title,
+            "task": task,
+            "machine": timing.machine(model),
+            "data": {"name": inputs.name, "rows": inputs.rows},
+            "agreement": AGREEMENT.get(task, "top1"),
+            "labels": list(settings),
+            "chunk": chunk,
+        }
+        measurements = _Measurements(facts, plan, inputs, [note for note in notes if note])
+        execution.on_begin(measurements.result())
         with (
-            partial_result(lambda: result() if rows else None),
+            partial_result(lambda: measurements.result() if measurements.rows else None),
             timing.use_device(model.device),
             contextlib.closing(carry_out(stages, execution)) as steps,
         ):
@@ -168,10 +152,45 @@ def benchmark_checkpoint(
                     how = procedure if step.stage else procedure.first()
                     comparison = LengthComparison(variants, inputs, length, how)
                 row = comparison.measure(label)
-                index = row_of.setdefault(step.key, len(rows))
-                rows[index : index + 1] = [row]
+                measurements.add(step, row)
                 execution.on_row(row)
-    return result()
+    return measurements.result()
+
+
+class _Measurements:
+    """The rows that were measured of a plan, and the result of `benchmark_checkpoint` with them.
+
+    `facts` are the entries of the result that do not depend on them, and `notes` its first notes.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], plan: Sequence[Step], data: ModelData, notes: Sequence[str]) -> None:
+        self._facts, self._plan, self._data, self._notes = facts, plan, data, notes
+        self.rows: list[dict[str, Any]] = []
+        self._row_of: dict[tuple[int, str], int] = {}  # the key of a step -> the index of its row
+
+    def add(self, step: Step, row: dict[str, Any]) -> None:
+        """Add the row of a step, in place of one that was measured for its key before."""
+        index = self._row_of.setdefault(step.key, len(self.rows))
+        self.rows[index : index + 1] = [row]
+
+    def result(self) -> dict[str, Any]:
+        """The result so far."""
+        left_out = [step.name for step in self._plan if step.key not in self._row_of]
+        measured = [step for step in self._plan if step.key in self._row_of]
+        only_first = [step.name for step in measured if self.rows[self._row_of[step.key]]["is_first"]]
+        missing = "Not complete." if left_out or only_first else ""
+        missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
+        missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
+        notes = [*self._notes, *_notes_on(self.rows, self._data, self._facts["chunk"]), missing]
+        return {
+            **self._facts,
+            "measurements": self.rows,
+            "complete": not missing,
+            "left_out": left_out,
+            "only_first": only_first,
+            "notes": [note for note in notes if note],
+            **conclude(self.rows, self._facts["labels"]),
+        }
 
 
 def _default_lengths(data: ModelData, native: int | None) -> list[int]:

@@ -19,7 +19,7 @@ from hf_efficient_attn.evaluation.capture import (
     Batch,
     Call,
     capture_attention,
-    exact_output,
+    exact_attention_of,
     forward,
     summarize_attention,
 )
@@ -208,10 +208,10 @@ def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAtte
 
     def compute(call: Call) -> Tensor:
         config = call.chosen(settings.for_layer(call.location.layer, call.name))
-        return exact_output(call) if config is None else call.compute(config)
+        return exact_attention_of(call) if config is None else call.compute(config)
 
     states = []
-    for attention in (exact_output, compute):
+    for attention in (exact_attention_of, compute):
         with capture_attention(model, lambda call: None, attention):
             output = forward(model, batch)
         found = getattr(output, "last_hidden_state", getattr(output, "logits", None))

@@ -18,13 +18,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.attention import head_slice_of, is_causal_call
-from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, attach_hook, take_bias
+from hf_efficient_attn.integration.attention import head_slice_of, read_call
+from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.layers import Layer, in_order, layer_seed
-from hf_efficient_attn.integration.masks import padding_mask, read_mask
+from hf_efficient_attn.integration.inputs import padding_mask
+from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order
 from hf_efficient_attn.integration.models import (
-    ModuleLocation,
     Snapshot,
     attention_modules,
     configs_of,
@@ -32,10 +31,11 @@ from hf_efficient_attn.integration.models import (
     transformers_models,
     uses_interface,
 )
-from hf_efficient_attn.integration.refusals import refuse_arguments, take_window, why_cross_attention_is_exact
+from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
+from hf_efficient_attn.integration.settings import layer_seed
 from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
-from hf_efficient_attn.ops.nearfar.within_bound import row_error
+from hf_efficient_attn.ops.row_error import row_error
 
 # The batches of a model: mappings of its arguments, or tensors of its main input.
 Batch = Mapping[str, Any] | Tensor
@@ -140,18 +140,91 @@ class Call(NamedTuple):
         )  # fmt: skip
 
 
-def exact_output(call: Call) -> Tensor:
+def exact_attention_of(call: Call) -> Tensor:
     """The output of exact attention for the inputs of a call, in float32 or float64."""
     acc_dtype = torch.promote_types(call.value.dtype, torch.float32)
     tensors = {name: getattr(call, name).to(acc_dtype) for name in ("query", "key", "value")}
     return call._replace(**tensors).compute_exact()
 
 
+class _Capture:
+    """The attention function of a model whose calls are captured.
+
+    It knows the modules of the models that `add` was called with; `visit`, `compute` and `windows` are arguments of
+    `capture_attention`.
+    """
+
+    takes_distance_bias = True  # as `distance_bias.TAKES_DISTANCE_BIAS` says
+
+    def __init__(
+        self, visit: Callable[[Call], object], compute: Callable[[Call], Tensor], *, has_windows: bool
+    ) -> None:
+        self._visit, self._compute, self._has_windows = visit, compute, has_windows
+        self._known: dict[nn.Module, tuple[ModuleLocation, PreTrainedConfig]] = {}
+
+    def add(self, root: PreTrainedModel) -> None:
+        """Make a model call this function, which knows its attention modules then."""
+        adopt(root)
+        for module, location, config, owner in attention_modules(root):
+            self._known[module] = location, config
+            attach_hook(module)
+            if uses_interface(type(module)) and not knows_causality(module, owner):
+                raise UnsupportedAttentionError(
+                    f"{type(owner).__name__} does not support attn_implementation='sdpa', so that it is unknown "
+                    "which of its layers are causal. No method supports such a model"
+                )
+        # `set_attn_implementation` would delete learned parameters.
+        for config in configs_of(root):
+            config._attn_implementation_internal = _NAME
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Compute and visit a call; the arguments are those of an attention function of Transformers."""
+        if module not in self._known:
+            raise UnsupportedAttentionError(
+                f"a module of class {type(module).__name__} calls the attention interface, but is not recognised as an "
+                "attention module. Measure another model, or give the class a name with 'Attention' in it"
+            )
+        location, config = self._known[module]
+        read = read_call("measuring attention", module, location, key, attention_mask, kwargs)
+        is_cross = not read.is_causal and (location.is_cross or query.shape[2] != key.shape[2])
+        # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
+        is_cross = is_cross and not getattr(module, "is_rectangular", False)
+        why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
+        tensors, empty = (query, key, value, read.key_mask), value.new_empty(0)
+        call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias)
+        if location.window is None:
+            out = self._computed(call)
+            self._visit(call._replace(exact=out))
+        else:
+            out = exact_layer(*tensors, is_causal=read.is_causal, scale=read.scale, dropout_p=0.0, window=read.window)
+            if self._has_windows:
+                self._visit(call._replace(exact=out))
+        return out.to(value.dtype).transpose(1, 2).contiguous(), None
+
+    def _computed(self, call: Call) -> Tensor:
+        out = self._compute(call)
+        if not out.isfinite().all():
+            raise UnsupportedAttentionError(
+                f"{'exact ' if self._compute is exact_attention_of else ''}attention in {call.name} gives values that "
+                f"are not finite ({call.value.dtype}), so that errors cannot be measured. Check the weights, or load "
+                "the model in float32"
+            )
+        return out
+
+
 @contextlib.contextmanager
 def capture_attention(
     model: nn.Module,
     visit: Callable[[Call], object],
-    compute: Callable[[Call], Tensor] = exact_output,
+    compute: Callable[[Call], Tensor] = exact_attention_of,
     *,
     windows: bool = False,
 ) -> Iterator[None]:
@@ -172,73 +245,15 @@ def capture_attention(
             attention interface; in the forward pass, masks other than padding, and arguments that a method ignores.
     """
     roots = transformers_models(model)
-    known: dict[nn.Module, tuple[ModuleLocation, PreTrainedConfig]] = {}
-
-    def compute_exact(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        if module not in known:
-            raise UnsupportedAttentionError(
-                f"a module of class {type(module).__name__} calls the attention interface, but is not recognised as an "
-                "attention module. Measure another model, or give the class a name with 'Attention' in it"
-            )
-        location, config = known[module]
-        distance_bias = take_bias(module, kwargs, query.device)
-        name = "measuring attention"
-        mask = read_mask(name, attention_mask)
-        window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refuse_arguments(name, kwargs)
-        is_causal = is_causal_call(module, location, mask, is_causal)
-        tensors = (query, key, value, mask.keys)
-        if location.window is not None:
-            exact = exact_layer(*tensors, is_causal=is_causal, scale=scaling, dropout_p=0.0, window=window)
-            if windows:
-                visit(Call(location, *tensors, is_causal, scaling, exact, lambda method: None, module))
-            return exact.transpose(1, 2).contiguous(), None
-        is_cross = not is_causal and (location.is_cross or query.shape[2] != key.shape[2])
-        # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
-        is_cross = is_cross and not getattr(module, "is_rectangular", False)
-        why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
-        call = Call(location, *tensors, is_causal, scaling, value.new_empty(0), why, module, distance_bias)
-        exact = compute(call)
-        if not exact.isfinite().all():
-            raise UnsupportedAttentionError(
-                f"{'exact ' if compute is exact_output else ''}attention in {location.name} gives values that are not "
-                f"finite ({value.dtype}), so that errors cannot be measured. Check the weights, or load the model in "
-                "float32"
-            )
-        visit(call._replace(exact=exact))
-        return exact.to(value.dtype).transpose(1, 2).contiguous(), None
-
     before = Snapshot([model])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    capture = _Capture(visit, compute, has_windows=windows)
     # Without a registered mask function Transformers drops the padding mask.
     AttentionMaskInterface.register(_NAME, padding_mask)
-    setattr(compute_exact, TAKES_DISTANCE_BIAS, True)
-    ALL_ATTENTION_FUNCTIONS[_NAME] = compute_exact
+    ALL_ATTENTION_FUNCTIONS[_NAME] = capture
     try:
         for root in roots:
-            adopt(root)
-            for module, location, config, owner in attention_modules(root):
-                known[module] = location, config
-                attach_hook(module)
-                if uses_interface(type(module)) and not knows_causality(module, owner):
-                    raise UnsupportedAttentionError(
-                        f"{type(owner).__name__} does not support attn_implementation='sdpa', so that it is unknown "
-                        "which of its layers are causal. No method supports such a model"
-                    )
-            # `set_attn_implementation` would delete learned parameters.
-            for config in configs_of(root):
-                config._attn_implementation_internal = _NAME
+            capture.add(root)
         model.eval()
         with torch.random.fork_rng(devices), torch.no_grad():
             yield

@@ -104,6 +104,16 @@ class Procedure(NamedTuple):
         return self._replace(rounds=1, memory=False, new_tokens=0, is_first=True)
 
 
+class _Passes(NamedTuple):
+    """What the forward passes of a variant yield."""
+
+    inputs: Inputs  # of the last pass
+    seconds: list[float]  # of the passes that are timed
+    calls: int  # how many calls are timed together
+    peak: int | None  # bytes; None if memory is not measured
+    answers: list[Answer]  # one for each batch
+
+
 class LengthComparison:
     """Measurements of variants on inputs of one length.
 
@@ -125,7 +135,41 @@ class LengthComparison:
     @torch.no_grad()
     def measure(self, label: str) -> dict[str, Any]:
         """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements"."""
-        procedure, (model, settings, chunk) = self._procedure, self._variants[label]
+        passes = self._time_passes(label)
+        pairs = self._with_exact_times(label, passes)
+        inputs, answers = passes.inputs, passes.answers
+        self._kept = None
+        first_token_seconds, tokens_per_second = self._time_generation(label, inputs)
+        found, layers, settings = timing.summary(pairs), self._errors.get(label, []), self._variants[label].settings
+        values = {} if settings is None else settings.to_dict()
+        compared = list(zip(answers, self._references, strict=True))
+        task = self._data.task
+        ratios = [compare(task, one.compared, exact.compared) for one, exact in compared]
+        return {
+            "attention": label,
+            "method": values.pop("method", EXACT),
+            "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
+            "length": inputs.tokens,
+            "pixels": inputs.pixels,
+            "batch": min(self._procedure.batch, self._data.rows),
+            "seconds": found.seconds,
+            "speed_up": found.ratio,
+            "speed_up_min": found.ratio_min,
+            "speed_up_max": found.ratio_max,
+            "peak_memory_mib": None if passes.peak is None else passes.peak / 2**20,
+            "error": _mean(torch.tensor(layers, dtype=torch.float64)),
+            "layer_errors": [error if math.isfinite(error) else None for error in layers],
+            "output_error": _mean(*(_state_errors(*pair) for pair in compared)),
+            "agreement": _mean(*ratios, is_log=task == "causal-lm"),
+            "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
+            "first_token_seconds": first_token_seconds,
+            "tokens_per_second": tokens_per_second,
+            "is_first": self._procedure.is_first,
+        }
+
+    def _time_passes(self, label: str) -> "_Passes":
+        """Run a variant on all batches, and time the first passes."""
+        procedure, (model, _, chunk) = self._procedure, self._variants[label]
         (work, inputs), begin, peak = self._pass(label, 0), timing.timer(), None
         if procedure.memory:
             peak = timing.peak_of(work, model.device)
@@ -154,51 +198,31 @@ class LengthComparison:
                     answer = Answer(normalize(pieces.mean(1), dim=1))
                 is_compared = index * procedure.batch < ERROR_INPUTS
                 answers.append(answer if is_compared else answer._replace(states=None))
+        return _Passes(inputs, seconds, calls, peak, answers)
+
+    def _with_exact_times(self, label: str, passes: "_Passes") -> list[tuple[float, float]]:
+        """Each time of a variant with that of exact attention, for which it also keeps times, answers and errors."""
+        seconds, (_, settings, chunk) = passes.seconds, self._variants[label]
         if label == EXACT:
-            self._exact_seconds, self._exact_calls, self._references = seconds[-1], calls, answers
-            self._errors = self._layer_errors() if self._data.is_real and procedure.errors else {}
-            pairs = [(one, one) for one in seconds]
-        elif self._is_exact(settings, inputs.tokens, answers):
-            pairs = [(self._exact_seconds, self._exact_seconds)]
-        else:
-            before = self._exact_seconds
-            if chunk is None:  # nothing follows the chunks
-                self._exact_seconds = timing.time_calls(self._pass(EXACT, 0)[0], self._exact_calls)
-            # The load of the machine changes between the two times, at a steady pace as far as is known.
-            change = (self._exact_seconds - before) / len(seconds)
-            pairs = [(one, before + change * (number + 0.5)) for number, one in enumerate(seconds)]
-        self._kept = None
-        found, layers = timing.summary(pairs), self._errors.get(label, [])
-        values = {} if settings is None else settings.to_dict()
-        generation: tuple[float | None, float | None] = None, None
-        if self._data.task == "causal-lm" and 1 < procedure.new_tokens < inputs.tokens:
-            prompts = inputs.values["input_ids"][:, : inputs.tokens - procedure.new_tokens]
-            generation = timing.time_generation(model, prompts, procedure.new_tokens, procedure.rounds)
-        compared = list(zip(answers, self._references, strict=True))
-        is_log = self._data.task == "causal-lm"
-        return {
-            "attention": label,
-            "method": values.pop("method", EXACT),
-            "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
-            "length": inputs.tokens,
-            "pixels": inputs.pixels,
-            "batch": min(procedure.batch, self._data.rows),
-            "seconds": found.seconds,
-            "speed_up": found.ratio,
-            "speed_up_min": found.ratio_min,
-            "speed_up_max": found.ratio_max,
-            "peak_memory_mib": None if peak is None else peak / 2**20,
-            "error": _mean(torch.tensor(layers, dtype=torch.float64)),
-            "layer_errors": [error if math.isfinite(error) else None for error in layers],
-            "output_error": _mean(*(_state_errors(*pair) for pair in compared)),
-            "agreement": _mean(
-                *(compare(self._data.task, one.compared, exact.compared) for one, exact in compared), is_log=is_log
-            ),
-            "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
-            "first_token_seconds": generation[0],
-            "tokens_per_second": generation[1],
-            "is_first": procedure.is_first,
-        }
+            self._exact_seconds, self._exact_calls, self._references = seconds[-1], passes.calls, passes.answers
+            self._errors = self._layer_errors() if self._data.is_real and self._procedure.errors else {}
+            return [(one, one) for one in seconds]
+        if self._is_exact(settings, passes.inputs.tokens, passes.answers):
+            return [(self._exact_seconds, self._exact_seconds)]
+        before = self._exact_seconds
+        if chunk is None:  # nothing follows the chunks
+            self._exact_seconds = timing.time_calls(self._pass(EXACT, 0)[0], self._exact_calls)
+        # The load of the machine changes between the two times, at a steady pace as far as is known.
+        change = (self._exact_seconds - before) / len(seconds)
+        return [(one, before + change * (number + 0.5)) for number, one in enumerate(seconds)]
+
+    def _time_generation(self, label: str, inputs: Inputs) -> tuple[float | None, float | None]:
+        """Seconds to the first token, and tokens per second, at the end of inputs; None without a generation."""
+        new_tokens = self._procedure.new_tokens
+        if self._data.task != "causal-lm" or not 1 < new_tokens < inputs.tokens:
+            return None, None
+        prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
+        return timing.time_generation(self._variants[label].model, prompts, new_tokens, self._procedure.rounds)
 
     def _is_exact(
         self, settings: EfficientAttentionConfig | None, tokens: int, answers: Sequence[Answer | None]

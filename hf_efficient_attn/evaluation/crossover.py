@@ -21,7 +21,7 @@ from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, attention, crossover, learns, make_config
-from hf_efficient_attn.ops.nearfar.within_bound import attempt_length
+from hf_efficient_attn.ops.nearfar.attempts import attempt_length
 from hf_efficient_attn.version import __version__
 
 _HEAD_DIM = 64
@@ -158,7 +158,7 @@ def measured_table(method: str, device: torch.device) -> crossover.Table | None:
     """The lengths of a method on this machine, None if there are none, or, with a warning, if the file is damaged."""
     path = cache_file()
     try:
-        rows = _read(path).get(machine_name(device), {}).get(method)
+        rows = _read_machines(path).get(machine_name(device), {}).get(method)
         if rows is None:
             return None
         table = {name: crossover.Crossover(*pair) for name, pair in rows.items()}
@@ -176,7 +176,7 @@ def measured_table(method: str, device: torch.device) -> crossover.Table | None:
         return None
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read_machines(path: pathlib.Path) -> dict[str, Any]:
     """The machines in a file: name -> method -> row -> [small, large]. Empty if there is no file."""
     if not os.path.exists(path):
         return {}
@@ -191,7 +191,7 @@ def store_crossover(method: str, device: torch.device, found: Mapping[str, cross
     path, machine = cache_file(), machine_name(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        machines = _read(path)
+        machines = _read_machines(path)
     except ValueError:  # `measured_table` has warned of it
         machines = {}
     methods = machines[machine] if isinstance(machines.get(machine), dict) else {}

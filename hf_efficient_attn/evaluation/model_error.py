@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_attention_of, forward
+from hf_efficient_attn.integration.attention import required_tensors
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.learned import required_tensors
 from hf_efficient_attn.integration.models import attention_modules, transformers_models
 from hf_efficient_attn.integration.settings import EXACT
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, mask_bias
 from hf_efficient_attn.ops.index import take
-from hf_efficient_attn.ops.nearfar.within_bound import RowError, Rows, row_error, sample_rows
+from hf_efficient_attn.ops.row_error import RowError, Rows, row_error, sample_rows
 
 # Rows that are computed at a time.
 _ROWS = 128
@@ -111,7 +113,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     the same queries, keys and values. It is estimated from the exact output of `num_rows` queries, so that a call costs
     little more than a forward pass. The bound adds a margin for the queries that were not sampled: it holds for the
     mean over heads in at least 99 % of layers, and is typically 1.3 times the error with 128 rows, 1.4 times with 64.
-    `hf_efficient_attn.ops.nearfar.within_bound` defines both.
+    `hf_efficient_attn.ops.row_error` defines both.
 
     Unlike `hea.calibrate`, which measures what a method would cost in the exact model, this measures the model as it
     runs: the inputs of a layer contain the errors of earlier layers.
@@ -150,7 +152,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
 
     def compute(call: Call) -> Tensor:
         if (method := call.chosen(methods[call.module])) is None:
-            return exact_output(call)
+            return exact_attention_of(call)
         return call.compute(method, required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:
@@ -185,9 +187,8 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
         key, value = (x.masked_fill(~call.key_mask[b][:, None], 0.0) for x in (key, value))
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     query_mask = key_mask if q_len == call.key.shape[2] else None
-    rows = sample_rows(
-        num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, seed=seed, device=query.device
-    )
+    draws = Draws(seed, query.device)
+    rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     with torch.autocast(query.device.type, enabled=False):
         exact = exact_rows(

@@ -71,7 +71,7 @@ class Facts:
         architecture: The name of the model's class, or None.
         layers: The number of layers, or None.
         windowed: The layers that have a sliding window of the model's own.
-        choices: Pairs of the name of a part of a composite model ("" for the model itself) and its methods.
+        parts: Pairs of the name of a part of a composite model ("" for the model itself) and its settings.
         origin: The contents of `efficient_attention.json`, with None for keys that it does not have.
         kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
         code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
@@ -87,8 +87,8 @@ class Facts:
     def __init__(self, folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> None:
         self.folder = folder = pathlib.Path(folder)
         config, self.origin = read_json_object(folder / "config.json"), read_origin(folder / FILE, folder)
-        self.choices = tuple(_choices(config))
-        if not self.choices and not (may_be_exact and self.has(FILE)):
+        self.parts = tuple(_settings_of_parts(config))
+        if not self.parts and not (may_be_exact and self.has(FILE)):
             raise UnsupportedAttentionError(
                 f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint "
                 "of it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, "
@@ -111,7 +111,7 @@ class Facts:
     @property
     def configs(self) -> list[MethodConfig]:
         """The configs of all methods in the model, in the order of the config."""
-        return [entry.config for _, choice in self.choices for entry in choice.entries]
+        return [entry.config for _, settings in self.parts for entry in settings.entries]
 
     @property
     def methods(self) -> list[str]:
@@ -143,10 +143,10 @@ class Facts:
         return (self.folder / name).is_file()
 
 
-def _choices(
+def _settings_of_parts(
     config: Mapping[str, Any], part: str = "", depth: int = 0
 ) -> Iterator[tuple[str, EfficientAttentionConfig]]:
-    """(name of the part, its methods) of every part of a config that names a method."""
+    """(name of the part, its settings) of every part of a config that names a method."""
     method, stored = config.get("attn_implementation"), config.get("efficient_attention")
     if isinstance(method, dict):  # a composite model; "" is the model itself, and the parts repeat their own
         method = method.get("")
@@ -154,12 +154,12 @@ def _choices(
         method = stored.get("method")
     method = str(method).rpartition(":")[2]  # of a kernel repository, ORG/NAME:METHOD
     if method in available_methods():
-        choice = EfficientAttentionConfig.from_dict(stored or {}, method)
-        yield part, choice if choice.method == method else EfficientAttentionConfig(method)
+        settings = EfficientAttentionConfig.from_dict(stored or {}, method)
+        yield part, settings if settings.method == method else EfficientAttentionConfig(method)
     if depth < 2:
         for key, value in config.items():
             if isinstance(value, dict) and key not in ("efficient_attention", "attn_implementation"):
-                yield from _choices(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
+                yield from _settings_of_parts(value, f"{part}.{clean(key)}".lstrip("."), depth + 1)
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
@@ -276,7 +276,9 @@ def _context(facts: Facts, title: str) -> dict[str, Any]:
     return {
         "facts": facts,
         "limits": [(method_info(method), exact[method]) for method in facts.methods],
-        "methods": [_method(facts, part, choice, entry) for part, choice in facts.choices for entry in choice.entries],
+        "methods": [
+            _method(facts, part, settings, entry) for part, settings in facts.parts for entry in settings.entries
+        ],
         "model_class": auto_class(architecture) or architecture or "AutoModel",
         # A model of this package also has attention outside its numbered layers.
         "num_layers": None if own_type else facts.layers,
@@ -287,7 +289,7 @@ def _context(facts: Facts, title: str) -> dict[str, Any]:
     }
 
 
-def _method(facts: Facts, part: str, choice: EfficientAttentionConfig, entry: Entry) -> dict[str, Any]:
+def _method(facts: Facts, part: str, settings: EfficientAttentionConfig, entry: Entry) -> dict[str, Any]:
     """A method of the checkpoint with its layers and hyperparameters."""
     config, layers = entry.config, entry.layers
     numbers = range(0 if model_type(facts.architecture or "") else facts.layers or 0)
@@ -299,6 +301,6 @@ def _method(facts: Facts, part: str, choice: EfficientAttentionConfig, entry: En
         "part": part,
         "layers": None if layers is None else ranges(layers),
         "numbered": any(isinstance(layer, int) for layer in layers or ()),
-        "exact": ranges(n for n in numbers if choice.for_layer(n) is None) if len(choice.entries) > 1 else "",
+        "exact": ranges(n for n in numbers if settings.for_layer(n) is None) if len(settings.entries) > 1 else "",
         "hyperparameters": [row for row in rows if row[1] != row[2]],
     }

@@ -31,9 +31,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from hf_efficient_attn.integration.attention import REGISTERED, make_attention_function
-from hf_efficient_attn.integration.configs import DEFAULTS, extend_configs
-from hf_efficient_attn.integration.masks import padding_mask
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.configs import extend_configs
+from hf_efficient_attn.integration.inputs import padding_mask
+from hf_efficient_attn.integration.settings import DEFAULTS, EfficientAttentionConfig
 from hf_efficient_attn.integration.switching import extend_classes
 from hf_efficient_attn.methods import on_register
 from hf_efficient_attn.ops.tracing import in_onnx_export

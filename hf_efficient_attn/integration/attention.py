@@ -1,120 +1,281 @@
-"""The attention function that Transformers calls under a method's name."""
+"""A call of an attention module: what it asks for (`read_call`), and the function that computes it.
+
+Transformers hands every argument that a model does not know through to its attention function, which would lose one of
+`_ATTENTION_ARGUMENTS`, whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`). No model of
+Transformers names another one in its call. Everything else passes to no effect, as it does with exact attention:
+arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
+"""
 
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import refusals
 from hf_efficient_attn.integration.cache import LAYER, MethodLayer, NewKeys
-from hf_efficient_attn.integration.configs import settings_of
-from hf_efficient_attn.integration.distance_bias import TAKES_DISTANCE_BIAS, take_bias
+from hf_efficient_attn.integration.distance_bias import ARGUMENT, TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.layers import layer_seed
-from hf_efficient_attn.integration.learned import first_number, required_tensors
-from hf_efficient_attn.integration.masks import KeyMask, read_mask
-from hf_efficient_attn.integration.models import ModuleLocation, location_of, method_at
-from hf_efficient_attn.integration.settings import EXACT, warn_beyond_calibration
-from hf_efficient_attn.integration.shards import shard_attention, shards_of
-from hf_efficient_attn.methods import attention, parameters_of_slice
+from hf_efficient_attn.integration.inputs import read_mask, refuse_attentions
+from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation, layer_of
+from hf_efficient_attn.integration.learned import NAME, learned_of
+from hf_efficient_attn.integration.model_kinds import WINDOW
+from hf_efficient_attn.integration.settings import (
+    EXACT,
+    first_number,
+    layer_seed,
+    method_at,
+    settings_of,
+    warn_beyond_calibration,
+)
+from hf_efficient_attn.integration.shards import PARALLEL, shard_attention, shards_of
+from hf_efficient_attn.methods import MethodConfig, attention, get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
 
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
+# Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
+_ATTENTION_ARGUMENTS = ("softcap", "s_aux", "cache", "read_index", "write_index")
+_ATTENTION_WORDS = (
+    "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
+    "indices",
+)  # fmt: skip
+_LOSS_WORDS = ("label", "loss", "target")
+# Inputs of a model that its layers hand on.
+_INPUTS = (
+    "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
+    "encoder_attention_mask", "input_ids", "token_type_ids",
+)  # fmt: skip
+_SMALLEST = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "max_length": 1}
 
 
-def is_causal_call(module: nn.Module, location: ModuleLocation, mask: KeyMask, is_causal: bool | None) -> bool:
-    """Whether a call is causal: what the mask says, else the call, else the module. Cross attention never is."""
+class LayerCall(NamedTuple):
+    """What a call of an attention module asks for, besides its queries, keys and values."""
+
+    location: ModuleLocation  # of the module in its model
+    key_mask: Tensor | None  # bool (B, Nk), True for the keys to attend to; None if there is no padding
+    is_causal: bool
+    scale: float | None  # factor of the scores; None for 1/sqrt(D)
+    dropout_p: float  # 0 in eval mode
+    seed: int  # of the layer's draws in eval mode
+    window: int | None  # the number of keys on one side, its own included, that a query attends to; None for all
+    distance_bias: Tensor | None  # (H, 2R + 1), the bias of the scores by distance; None for none
+
+
+def location_of(module: nn.Module) -> ModuleLocation:
+    """The location that a switch wrote on the module, or else what the module itself says about it."""
+    if hasattr(module, LOCATION):
+        location: ModuleLocation = getattr(module, LOCATION)
+        return location
+    layer = layer_of(module, str(getattr(module, "layer_idx", "")))
+    if layer is None:
+        raise UnsupportedAttentionError(
+            f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
+            "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
+        )
+    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
+
+
+def read_call(
+    name: str,
+    module: nn.Module,
+    location: ModuleLocation,
+    key: Tensor,
+    attention_mask: object,
+    kwargs: dict[str, Any],
+) -> LayerCall:
+    """Read a call of an attention module, and refuse, in the name of a method, what would be lost.
+
+    Args:
+        name: stands in messages: a method, or what else computes the call.
+        module: the attention module.
+        location: where it is in its model.
+        key: (B, H, Nk, D), of which only the length and the device are read.
+        attention_mask: as `inputs.padding_mask` made it; None for no padding.
+        kwargs: the other arguments, as Transformers gives them to an attention function. What is read is removed.
+
+    Raises:
+        UnsupportedAttentionError: an argument cannot be kept.
+    """
+    dropout, scale, is_causal = kwargs.pop("dropout", 0.0), kwargs.pop("scaling", None), kwargs.pop("is_causal", None)
+    distance_bias = take_bias(module, kwargs, key.device) if ARGUMENT in kwargs else None
+    mask = read_mask(name, attention_mask)
+    window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+    refuse_arguments(name, kwargs)
+    # What the mask says, else the call, else the module. Cross attention never is causal.
     if mask.is_causal is not None:
         is_causal = mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    return bool(is_causal) and not location.is_cross
+    return LayerCall(
+        location,
+        mask.keys,
+        is_causal=bool(is_causal) and not location.is_cross,
+        scale=scale,
+        dropout_p=dropout if module.training else 0.0,
+        seed=layer_seed(location.layer),
+        window=window,
+        distance_bias=distance_bias,
+    )
+
+
+def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kwargs: Mapping[str, Any]) -> int | None:
+    """The window of a call, on which its module, mask and switch must agree; None for attention to all keys."""
+    size = kwargs.get(WINDOW)
+    if not is_local and (size is None or size >= kv_len):
+        return None
+    if expected is None or size is None or not is_local:
+        raise UnsupportedAttentionError(
+            f"{name}: a layer of this model attends to a window of {size or 'a few'} keys and the sequence has "
+            f"{kv_len}, so that the window would be lost: use attn_implementation={EXACT!r} for this model"
+        )
+    return int(size)
+
+
+def refuse_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
+    refuse_attentions(name, kwargs.get("output_attentions"))
+    for argument, value in kwargs.items():
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        is_harmless = argument in _INPUTS or any(word in argument for word in _LOSS_WORDS)
+        is_lost = not is_harmless and any(word in argument for word in _ATTENTION_WORDS)
+        is_lost = is_lost and any(isinstance(item, Tensor) for item in items)
+        if value is not None and (argument in _ATTENTION_ARGUMENTS or is_lost):
+            raise UnsupportedAttentionError(
+                f"{name}: the argument {argument!r} of the attention would be lost: use attn_implementation={EXACT!r} "
+                "or 'eager' for this model, or leave the argument out"
+            )
 
 
 def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     """The function to register under a method's name.
 
     It takes the module, query (B, H, Nq, D), key (B, H_kv, Nk, D), value (B, H_kv, Nk, Dv) and the mask of
-    `masks.padding_mask`, and returns ((B, Nq, H, Dv), None).
+    `inputs.padding_mask`, and returns ((B, Nq, H, Dv), None).
     """
 
     def forward(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        location, shards, config = location_of(module), shards_of(module, kwargs), getattr(module, "config", None)
+        tensors = (query, key, value)
+        shards = shards_of(module, kwargs) if is_parallel(module) else None
         refuse_context_parallel(name, module)
-        distance_bias, mask = take_bias(module, kwargs, query.device), read_mask(name, attention_mask)
-        window = refusals.take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
-        refusals.refuse_arguments(name, kwargs)
-        is_causal = is_causal_call(module, location, mask, is_causal)
-        method = method_at(config, name, location)
-        if method is not None and (location.is_cross or (not is_causal and query.shape[2] != key.shape[2])):
-            reason = refusals.why_cross_attention_is_exact(method, config)
-            if reason is not None:
-                refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
-                method = None
-        # The cache layer that returned the keys computes the call if they are not those of all tokens.
-        cached: MethodLayer | None = getattr(key, LAYER, None)
-        if cached is None or not is_causal or method != cached.method:
-            if isinstance(key, NewKeys):
-                raise UnsupportedAttentionError(
-                    f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
-                    f"{location.name} of this model now computes something else: start with a new cache after "
-                    "switching the model"
-                )
-            cached = None
+        call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
+        method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
+        cached = _computing_cache_layer(name, method, call, key)
         if cached is None and shards is None:
-            refusals.check_length_of_mask(name, location.name, mask.keys, key)
-        parameters: Mapping[str, Tensor] = {}
+            check_length_of_mask(name, call.location.name, call.key_mask, key)
         if method is not None:
-            # A switch could not see this, or has not seen it.
-            why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
-            refusals.check_methods([method], is_causal, model=f"{location.name} ({why})")
-            parameters = required_tensors(module, method, location.name)
-            keys = (key.shape[2], mask.keys) if shards is None else (shards.total, shards.key_mask)
-            warn_beyond_calibration(settings_of(config, name), *keys)
-        options: dict[str, Any] = {"scale": scaling, "dropout_p": dropout if module.training else 0.0}
-        seed = layer_seed(location.layer)
+            if call.is_causal and not method.causal:  # a switch could not see this, or has not seen it
+                why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
+                refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
+            keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
+            warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
         if shards is not None:
-            options |= {"is_causal": is_causal, "seed": seed, "parameters": parameters}
-            out = shard_attention(method, (query, key, value), shards, **options)
+            parameters = {} if method is None else required_tensors(module, method, call.location.name)
+            options = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
+            out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
         elif method is None:
-            options |= {"is_causal": is_causal, "distance_bias": distance_bias, "window": window}
-            out = exact_layer(query, key, value, mask.keys, **options)
+            out = exact_layer(
+                *tensors, call.key_mask, is_causal=call.is_causal, scale=call.scale, dropout_p=call.dropout_p,
+                distance_bias=call.distance_bias, window=call.window,
+            )  # fmt: skip
         else:
-            # In training the seed comes from the global generators, so that gradient checkpointing draws the same
-            # again. Otherwise it depends on the layer alone.
-            heads = head_slice_of(name, module, query.shape[1])
-            if heads is not None:
-                parameters = parameters_of_slice(method, parameters, heads, query.shape[1])
-            options |= {"seed": None if module.training else seed, "parameters": parameters}
-            if distance_bias is not None:
-                options["distance_bias"] = distance_bias
-            if cached is not None:
-                out = cached.attention(query, key, value, mask.keys, **options)
-            else:
-                options |= {"is_causal": is_causal, "heads": heads}
-                out = attention(method, query, key, value, attention_mask=mask.keys, **options)
+            out = _attend_by_method(name, module, method, call, tensors, cached)
         return out.transpose(1, 2).contiguous(), None
 
     setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward
+
+
+def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square: bool) -> MethodConfig | None:
+    """The method that computes a call; None for exact attention, of which cross attention warns."""
+    config = getattr(module, "config", None)
+    method = method_at(config, name, call.location)
+    if method is not None and (call.location.is_cross or not (call.is_causal or is_square)):
+        reason = refusals.why_cross_attention_is_exact(method, config)
+        if reason is not None:
+            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, call.location)])
+            return None
+    return method
+
+
+def _computing_cache_layer(name: str, method: MethodConfig | None, call: LayerCall, key: Tensor) -> MethodLayer | None:
+    """The cache layer that computes a call, because it returned other keys than those of all tokens; or None."""
+    cached: MethodLayer | None = getattr(key, LAYER, None)
+    if cached is not None and call.is_causal and method == cached.method:
+        return cached
+    if isinstance(key, NewKeys):
+        raise UnsupportedAttentionError(
+            f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
+            f"{call.location.name} of this model now computes something else: start with a new cache after "
+            "switching the model"
+        )
+    return None
+
+
+def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor) -> None:
+    """Refuse a mask (B, N) for another number of keys than a layer's key (B, H, Nk, D) has, unless a graph is traced.
+
+    Models make one mask for all layers, by the cache's first one.
+    """
+    if mask is None or is_tracing(key) or mask.shape[1] == key.shape[2]:
+        return
+    raise UnsupportedAttentionError(
+        f"{name}: the mask is for {mask.shape[1]} keys, and {layer} has {key.shape[2]}: the layers of the cache have "
+        "different lengths, for example after a call that failed: start with a new cache, or leave attention_mask out "
+        "if there is no padding"
+    )
+
+
+def _attend_by_method(
+    name: str,
+    module: nn.Module,
+    method: MethodConfig,
+    call: LayerCall,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cached: MethodLayer | None,
+) -> Tensor:
+    """The output (B, H, Nq, Dv) of a method for queries, keys and values, or that of a cache layer."""
+    num_heads = tensors[0].shape[1]
+    parameters: Mapping[str, Tensor] = required_tensors(module, method, call.location.name)
+    heads = head_slice_of(name, module, num_heads)
+    if heads is not None:
+        parameters = parameters_of_slice(method, parameters, heads, num_heads)
+    # In training the seed comes from the global generators, so that gradient checkpointing draws the same again.
+    # Otherwise it depends on the layer alone.
+    seed = None if module.training else call.seed
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed, "parameters": parameters}
+    if call.distance_bias is not None:
+        options["distance_bias"] = call.distance_bias
+    if cached is not None:
+        return cached.attention(*tensors, call.key_mask, **options)
+    options |= {"is_causal": call.is_causal, "heads": heads}
+    return attention(method, *tensors, attention_mask=call.key_mask, **options)
+
+
+def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
+    """The learned parameters with which a module computes a method; empty if the method learns none.
+
+    A module that lacks them, because its config was changed without switching the model, is refused.
+    """
+    learned = learned_of(module) if NAME in module._modules else None
+    if learned is not None and learned.method == method:
+        return learned()
+    # Not `learns`, because torch.compile warns about cached functions.
+    if not get_method(method.method).initial_parameters(method, **_SMALLEST):
+        return {}
+    found = "no learned parameters" if learned is None else f"learned parameters of {learned.method}"
+    raise UnsupportedAttentionError(
+        f"{method.method}: {name} has {found}, although its config, which another model may share, asks for {method}: "
+        f"call hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
+    )
 
 
 def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | None:
@@ -142,6 +303,11 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
             f"as DeepSpeed's Ulysses (sp_size), or attn_implementation={EXACT!r}"
         )
     return None  # a model whose layers have different numbers of heads
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Whether the model of an attention module is divided over processes by `hea.sequence_parallel`."""
+    return getattr(module, PARALLEL, None) is not None
 
 
 def sharded_parameters(module: nn.Module) -> list[Any]:

@@ -7,33 +7,23 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, as_settings, implementation_entry
+from hf_efficient_attn.integration.settings import (
+    ATTRIBUTE,
+    as_settings,
+    implementation_entry,
+    method_of,
+    settings_of,
+    stored_settings,
+)
 from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
-
-_ATTRIBUTE = "efficient_attention"
-# The settings of each method's defaults. They are made at registration, because torch.compile cannot trace it.
-DEFAULTS: dict[str, EfficientAttentionConfig] = {}
-
-
-def method_of(config: PreTrainedConfig) -> str | None:
-    """The method that a config names as its attention implementation; None if it names another implementation."""
-    name = getattr(config, "_attn_implementation", None)
-    return name if name in available_methods() else None
 
 
 def saved_name(config: object) -> str | None:
     """The name that config.json keeps: a method, or its function in a kernel repository (ORG/NAME:METHOD); or None."""
     name = str(getattr(config, "_attn_implementation", None))
     return name if name.rpartition(":")[2] in available_methods() else None
-
-
-def settings_of(config: object, name: str) -> EfficientAttentionConfig:
-    """The settings of a method in a model's config: those that it stores for the method, or the method's defaults."""
-    stored = None if config is None else _stored(config)
-    # After its model was switched by name, a config stores the settings of another method.
-    return DEFAULTS[name] if stored is None or stored.method != name else stored
 
 
 def parts_of(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
@@ -57,14 +47,6 @@ class Stored(dict[str, Any]):
         return Stored, (dict(self),)
 
 
-def _stored(config: object) -> EfficientAttentionConfig | None:
-    """The settings that a config stores."""
-    stored: EfficientAttentionConfig | dict[str, Any] | None = config.__dict__.get(_ATTRIBUTE)
-    if isinstance(stored, dict):  # the config was loaded before this package
-        stored = config.__dict__[_ATTRIBUTE] = as_settings(stored, getattr(config, "_attn_implementation", None))
-    return stored
-
-
 def _get(config: PreTrainedConfig) -> Stored | None:
     """None, or a read-only dictionary.
 
@@ -73,16 +55,16 @@ def _get(config: PreTrainedConfig) -> Stored | None:
     method, for all parts of a composite model, or only for those that name it already. If it names another one, the
     setting has no effect until the model is switched.
     """
-    settings = _stored(config)
+    settings = stored_settings(config)
     return None if settings is None else Stored(settings.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:
     if value is None:
-        config.__dict__.pop(_ATTRIBUTE, None)
+        config.__dict__.pop(ATTRIBUTE, None)
         return
     settings = as_settings(value, method_of(config))
-    config.__dict__[_ATTRIBUTE] = settings
+    config.__dict__[ATTRIBUTE] = settings
     named = getattr(config, "_attn_implementation", None)
     if named is None:
         # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
@@ -108,7 +90,7 @@ def check_parts(config: PreTrainedConfig, implementation: object) -> None:
 
 def extend_configs() -> None:
     """Give `PreTrainedConfig` the attribute, two more keys in `to_dict` and a check of names of parts."""
-    setattr(PreTrainedConfig, _ATTRIBUTE, property(_get, _set))
+    setattr(PreTrainedConfig, ATTRIBUTE, property(_get, _set))
     implementation: Any = PreTrainedConfig.__dict__["_attn_implementation"]
 
     def set_checked(self: PreTrainedConfig, value: str | dict[str, Any] | None) -> None:
@@ -121,10 +103,10 @@ def extend_configs() -> None:
     @functools.wraps(to_dict)
     def to_dict_with_method(self: PreTrainedConfig) -> dict[str, Any]:
         output = to_dict(self)
-        output.pop(_ATTRIBUTE, None)
+        output.pop(ATTRIBUTE, None)
         for part in (output.get(key) for key in self.sub_configs):
             # Its own dictionary names the method as well. LightGlue's config names the implementation a second time.
-            if isinstance(part, dict) and _ATTRIBUTE in part:
+            if isinstance(part, dict) and ATTRIBUTE in part:
                 part.pop("attn_implementation", None)
         entry, name = implementation_entry(self, saved_name), saved_name(self)
         if type(self).base_config_key and not type(self).model_type:
@@ -133,7 +115,7 @@ def extend_configs() -> None:
         if entry is not None:
             output["attn_implementation"] = entry
         if name is not None:
-            output[_ATTRIBUTE] = settings_of(self, name.rpartition(":")[2]).to_dict()
+            output[ATTRIBUTE] = settings_of(self, name.rpartition(":")[2]).to_dict()
         return output
 
     setattr(PreTrainedConfig, to_dict.__name__, to_dict_with_method)

@@ -1,4 +1,4 @@
-"""How the layers of a model are named, sorted and written in short, and which seed each of them has.
+"""How the layers of a model are named, sorted and written in short, and where its attention modules are.
 
 A layer is the first integer in the path of its attention module, or a name that the module has for itself
 (`attention_layer`), such as T2T-ViT's "t2t.0" before layer 0 of the backbone. In an encoder-decoder, layer 0 of the
@@ -6,11 +6,10 @@ encoder and that of the decoder are both layer 0. A name selects modules by the 
 without its head, or of their own name: "encoder", "encoder.layers.0", "decoder.layers.0.self_attn", "t2t".
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -21,6 +20,8 @@ Layer: TypeAlias = int | str
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 # A number, or a range of numbers, with the beginning of a name before it or without.
 _RANGE = re.compile(rf"(?P<before>({_NAME.pattern}\.)?)(?P<first>[0-9]{{1,5}})(-(?P<last>[0-9]{{1,5}}))?")
+# The attribute of an attention module that holds its `ModuleLocation`.
+LOCATION = "_efficient_attention"
 
 
 def layer_of(module: nn.Module, path: str) -> Layer | None:
@@ -41,6 +42,23 @@ def stem_of(path: str) -> str:
     """The part of a path up to its first integer: "encoder.layers.0" of "encoder.layers.0.self_attn"."""
     found = re.match(r"(.*?\.)??\d+(?=\.|$)", path)
     return found[0] if found else path
+
+
+class ModuleLocation(NamedTuple):
+    """Where an attention module is in its model, and the sliding window that its model gives it."""
+
+    layer: Layer | None  # as `layer_of` determines it
+    name: str  # within the model
+    is_cross: bool  # whether its keys come from another model or stack
+    # What reports and calibration call its layer: `layer`, or, if modules of several stacks have the same number, the
+    # part of the name up to it, such as "encoder.layers.0".
+    label: Layer | None
+    window: int | None = None  # as `models.window_of` determines it
+    own_name: str = ""  # within the part of the model that names its method itself, if it is in one
+
+    def is_selected(self, item: Layer) -> bool:
+        """Whether an item of `layers` selects the module."""
+        return any(is_selected(item, self.layer, name) for name in (self.name, self.own_name))
 
 
 def names_of(paths: Iterable[str]) -> list[str]:
@@ -70,17 +88,6 @@ def _order(layer: Layer | None) -> tuple[Any, ...]:
     """The sort key of `in_order`: "encoder.layers.2" comes before "encoder.layers.10"."""
     parts = [(part.isdigit(), int(part) if part.isdigit() else part) for part in str(layer).split(".")]
     return isinstance(layer, int), layer is not None, parts
-
-
-def layer_seed(layer: Layer | None) -> int:
-    """The seed of a layer's random draws in eval mode: equal in every process, below 2^31.
-
-    Layers with different numbers have different seeds. Those of two names are equal with probability 2^-30.
-    """
-    if isinstance(layer, str):
-        # Computed by hand, because torch.compile does not trace the hash functions of the standard library.
-        return 2**30 + functools.reduce(lambda number, c: (1000003 * number + ord(c)) % (2**30 - 35), layer, 0)
-    return 1000003 * ((layer or 0) + 1)
 
 
 def ranges(layers: Iterable[Layer]) -> str:

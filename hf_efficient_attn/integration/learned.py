@@ -14,11 +14,11 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.models import AttentionModule
+from hf_efficient_attn.integration.settings import first_number
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, parameter_shapes
 
 # Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
 NAME = "learned_parameters"
-_SMALLEST = {"num_heads": 1, "head_dim": 1, "value_dim": 1, "max_length": 1}
 
 
 class LearnedParameters(nn.Module):
@@ -74,24 +74,6 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
         copies = [attached.modules_to_save[name] for name in active if name in attached.modules_to_save]
         attached = (*copies, attached.original_module)[0]
     return attached if isinstance(attached, LearnedParameters) else None
-
-
-def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
-    """The learned parameters with which a module computes a method; empty if the method learns none.
-
-    A module that lacks them, because its config was changed without switching the model, is refused.
-    """
-    learned = learned_of(module)
-    if learned is not None and learned.method == method:
-        return learned()
-    # Not `learns`, because torch.compile warns about cached functions.
-    if not get_method(method.method).initial_parameters(method, **_SMALLEST):
-        return {}
-    found = "no learned parameters" if learned is None else f"learned parameters of {learned.method}"
-    raise UnsupportedAttentionError(
-        f"{method.method}: {name} has {found}, although its config, which another model may share, asks for {method}: "
-        f"call hf_efficient_attn.convert(model, {method.method!r}), and give each model a config of its own"
-    )
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -191,9 +173,3 @@ def _num_patches(config: PreTrainedConfig) -> int | None:
         return None
     (height, width), (patch_height, patch_width) = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
     return (height // patch_height) * (width // patch_width) + 2
-
-
-def first_number(holder: object, *names: str) -> int | None:
-    """The first of these attributes that is a positive integer."""
-    values = (getattr(holder, name, None) for name in names)
-    return next((x for x in values if isinstance(x, int) and not isinstance(x, bool) and x > 0), None)

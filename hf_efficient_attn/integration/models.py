@@ -1,15 +1,13 @@
 """The Transformers models in a module, their configs, their attention modules, and the restoration of them all.
 
-Whether a class asks the attention interface is read from its code. Exceptions that concern a few models of Transformers
-are listed here. All classes of versions 5.12 and 5.24 were looked through for the lists.
+Whether a class asks the attention interface is read from its code. `model_kinds` lists the exceptions.
 
 A layer with a sliding window of its model's own (`ModuleLocation.window`) stays exact, because a method would lose the
-window. Its module says at its call how long it is, and its mask that it has one (`masks.KeyMask.is_local`).
+window. Its module says at its call how long it is, and its mask that it has one (`inputs.KeyMask.is_local`).
 """
 
 import copy
 import inspect
-import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,56 +18,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.configs import method_of, parts_of, settings_of
-from hf_efficient_attn.integration.layers import Layer, is_selected, layer_of, stem_of
-from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.integration import model_kinds
+from hf_efficient_attn.integration.configs import parts_of
+from hf_efficient_attn.integration.inputs import PositionTable
+from hf_efficient_attn.integration.layers import Layer, ModuleLocation, layer_of, stem_of
+from hf_efficient_attn.integration.model_kinds import WINDOW, kind_of
+from hf_efficient_attn.integration.settings import EXACT, method_at, method_of
 from hf_efficient_attn.methods import MethodConfig
-
-_CROSS = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
-# The attribute of an attention module that holds its `ModuleLocation`.
-LOCATION = "_efficient_attention"
-# The argument of attention functions with the length of a window.
-WINDOW = "sliding_window"
-# Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
-# (T5), `relative_position_bias` (Swin, BEiT), `linear_pos` and `pos_bias_u` (Conformer), `distance_embedding`, ...
-_RELATIVE = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
-# Attributes by which attention modules change their scores otherwise; None means that they do not. The last two are
-# methods of Doge and GLM 5.
-_CHANGES = {
-    "sinks": "attention sinks",
-    "attn_logit_softcapping": "a soft cap",
-    "indexer": "a mask of the keys that each query selects",
-    "prepare_dynamic_mask": "a mask of its own",
-    "build_attention_mask_from_topk": "a mask of its own",
-}
-# Models that compose their masks if their config has `use_bidirectional_attention` (EmbeddingGemma), and convolutions
-# that find the padding in a (queries, keys) mask.
-_COMPOSES_MASK = {"Gemma3TextModel", "Step3p7TextModel"}
-_FINDS_PADDING = re.compile(r"(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule")
-# Attention classes with a window that do not give its length to the attention function.
-WINDOW_BY_MASK = re.compile(
-    r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder|Phimoe|Qwen2Moe|T5Gemma2Merged|\w+OcrText|"
-    r"DeepseekOcr2Text|EsmFold2Atom|\w+Audio)Attention"
-)
-# Models that do not use the table of attention classes in their file.
-_WITHOUT_TABLE = re.compile(r"GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)")
-
-
-class ModuleLocation(NamedTuple):
-    """Where an attention module is in its model, and the sliding window that its model gives it."""
-
-    layer: Layer | None  # as `layers.layer_of` determines it
-    name: str  # within the model
-    is_cross: bool  # whether its keys come from another model or stack
-    # What reports and calibration call its layer: `layer`, or, if modules of several stacks have the same number, the
-    # part of the name up to it, such as "encoder.layers.0".
-    label: Layer | None
-    window: int | None = None  # as `window_of` determines it
-    own_name: str = ""  # within the part of the model that names its method itself, if it is in one
-
-    def is_selected(self, item: Layer) -> bool:
-        """Whether an item of `layers` selects the module."""
-        return any(is_selected(item, self.layer, name) for name in (self.name, self.own_name))
 
 
 class AttentionModule(NamedTuple):
@@ -84,29 +39,6 @@ class AttentionModule(NamedTuple):
     def chosen(self) -> MethodConfig | None:
         """The method that the config chooses for the layer of the module; None for exact attention."""
         return method_at(self.config, method_of(self.config), self.location)
-
-
-def location_of(module: nn.Module) -> ModuleLocation:
-    """The location that a switch wrote on the module, or else what the module itself says about it."""
-    if hasattr(module, LOCATION):
-        location: ModuleLocation = getattr(module, LOCATION)
-        return location
-    layer = layer_of(module, str(getattr(module, "layer_idx", "")))
-    if layer is None:
-        raise UnsupportedAttentionError(
-            f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
-            "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
-        )
-    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
-
-
-def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
-    """The method that a config which names it chooses for an attention module; None for exact attention."""
-    if name is None or location.window is not None:  # layers with a window stay exact
-        return None
-    settings = settings_of(config, name)
-    found = settings.for_layer(location.layer, location.name)
-    return settings.for_layer(location.layer, location.own_name) if found is None and location.own_name else found
 
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
@@ -187,7 +119,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
         if owner is None or isinstance(module, PreTrainedModel) or not is_attention(module):
             continue
         name = path.removeprefix(prefix).removeprefix(".")
-        is_named_cross = _CROSS.search(f"{name}.{type(module).__name__}") is not None
+        is_named_cross = model_kinds.CROSS_ATTENTION.search(f"{name}.{type(module).__name__}") is not None
         is_cross = bool(getattr(module, "is_cross_attention", False)) or is_named_cross
         config = getattr(module, "config", None)
         config = config if isinstance(config, PreTrainedConfig) else owner.config
@@ -287,23 +219,25 @@ def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
 
     Of modules around the attention modules, such as layers, only names that say "bias" count.
     """
-    kinds, config = {base.__name__ for base in type(module).__mro__}, getattr(module, "config", None)
-    if getattr(config, "use_bidirectional_attention", None) is True and kinds & _COMPOSES_MASK:
-        yield "composes its masks itself (use_bidirectional_attention=True)"
-    if any(map(_FINDS_PADDING.fullmatch, kinds)):
-        yield "finds the padding in a (queries, keys) mask"
+    kind, config = kind_of(type(module), or_base=True), getattr(module, "config", None)
+    if kind.needs_matrix and (not kind.if_config or getattr(config, kind.if_config, None) is True):
+        yield kind.needs_matrix
     parts = (*module._parameters.items(), *module._modules.items())
-    names = [name for name, part in parts if part is not None and _RELATIVE.search(name)]
+    names = [name for name, part in parts if part is not None and model_kinds.POSITION_BIAS.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
-        found += [f"{words} ({name})" for name, words in _CHANGES.items() if getattr(module, name, None) is not None]
+        found += [
+            f"{words} ({name})"
+            for name, words in model_kinds.CHANGES_OF_SCORES.items()
+            if getattr(module, name, None) is not None
+        ]
     yield from (f"adds {what} to the scores of its attention" for what in found)
 
 
 def attention_table(kind: type[nn.Module]) -> str | None:
     """The table, with an entry for "eager", from which a model takes its attention class; None without one."""
     for cls in (cls for cls in kind.__mro__ if issubclass(cls, PreTrainedModel)):
-        if _WITHOUT_TABLE.fullmatch(cls.__name__):
+        if kind_of(cls).ignores_table:
             return None
         for name, value in vars(sys.modules[cls.__module__]).items():
             if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
@@ -312,11 +246,8 @@ def attention_table(kind: type[nn.Module]) -> str | None:
 
 
 def adapt_pooling(module: Any) -> None:
-    """Give SigLIP 2's pooling, which uses PyTorch's own attention, a config of exact attention.
-
-    Transformers makes its mask for the implementation in the config.
-    """
-    if type(module).__name__ == "Siglip2MultiheadAttentionPoolingHead" and method_of(module.config) is not None:
+    """Give a module that uses PyTorch's own attention, such as SigLIP 2's pooling, a config of exact attention."""
+    if kind_of(type(module)).needs_exact_config and method_of(module.config) is not None:
         module.config = copy.copy(module.config)
         module.config._attn_implementation_internal = EXACT
 
@@ -325,3 +256,24 @@ def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Give a module a forward pre-hook that it does not have yet."""
     if hook not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def find_tables(model: nn.Module, config: PreTrainedConfig) -> Iterator[PositionTable]:
+    """Find the learned tables over token positions in a model to which a config applies.
+
+    Such a table is an embedding with a usual name and as many entries as the config says. The entries before `offset`
+    are not counted there.
+    """
+    count = getattr(config, "max_position_embeddings", None)
+    for module, name in ((module, name) for module in model.modules() for name in model_kinds.POSITION_TABLES):
+        table = getattr(module, name, None)
+        if isinstance(table, nn.Embedding) and "Sinusoidal" not in type(table).__name__:
+            extra = getattr(table, "offset", 0)
+            if isinstance(extra, int) and table.num_embeddings - extra == count:
+                yield PositionTable(module, name)
+
+
+def tables_of(parts: Sequence[PreTrainedModel]) -> dict[PreTrainedModel, tuple[PositionTable, ...]]:
+    """The tables that each of the models in a model holds itself, not through another one of them."""
+    found = {id(table.embedding): (part, table) for part in parts for table in find_tables(part, part.config)}
+    return {part: tuple(table for owner, table in found.values() if owner is part) for part in parts}

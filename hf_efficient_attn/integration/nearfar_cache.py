@@ -15,9 +15,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.integration.settings import method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
 from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, coreset_partial, empty_coreset
@@ -142,7 +143,7 @@ class NearFarLayer(MethodLayer):
         order_of_heads, mask = (x.repeat_interleave(num_kv_heads, 0) for x in (order, old.gather(1, order)))
         key, value = (take(x[index].flatten(0, 1), order_of_heads) for x in (self.keys, self.values))
         own = GrowingCoreset(*(x[index].flatten(0, 1) for x in self.coreset))
-        own = add_keys(own, key, value, mask, scale=self.scale, seed=self.seed, batch=rows)
+        own = add_keys(own, key, value, mask, scale=self.scale, draws=Draws(self.seed, key.device), batch=rows)
         merged = (x.unflatten(0, (rows, num_kv_heads)) for x in own)
         pairs = zip(self.coreset, merged, strict=True)
         self.coreset = GrowingCoreset(*(x.index_copy(0, index, new) for x, new in pairs))

@@ -1,9 +1,10 @@
 """Forwards that single modules have of their own: those of methods that are cheaper from the hidden states.
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
-interface comes after these projections, so the modules of `_LAYOUTS` get a forward of their own. In all others, the
-method contracts keys and values, with the same result up to rounding. The attention of a layer of BERT's size takes 1.5
-to 2 times as long that way (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of an AMD EPYC).
+interface comes after these projections, so modules get a forward of their own if their row in `model_kinds` names the
+projections. In all others, the method contracts keys and values, with the same result up to rounding. The attention of
+a layer of BERT's size takes 1.5 to 2 times as long that way (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of
+an AMD EPYC).
 
 `torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """
@@ -13,14 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_efficient_attn.integration.attention import sharded_parameters
-from hf_efficient_attn.integration.configs import method_of
-from hf_efficient_attn.integration.layers import layer_seed
-from hf_efficient_attn.integration.learned import required_tensors
-from hf_efficient_attn.integration.masks import read_mask
-from hf_efficient_attn.integration.models import location_of, method_at
-from hf_efficient_attn.integration.refusals import refuse_arguments
-from hf_efficient_attn.integration.shards import is_parallel
+from hf_efficient_attn.integration.attention import (
+    is_parallel,
+    location_of,
+    read_call,
+    required_tensors,
+    sharded_parameters,
+)
+from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
+from hf_efficient_attn.integration.settings import method_at, method_of
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 
@@ -28,25 +30,10 @@ from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, ref
 _REPLICATE = "_replicate_for_data_parallel"
 
 
-# By class: the attributes with the projections of queries, keys, values and outputs (or None), the size of a head, and
-# the dropout.
-_BERT = ("query", "key", "value", None, "attention_head_size", "dropout")
-_VIT = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "attention_dropout")
-_LAYOUTS: dict[str, tuple[Any, ...]] = {
-    "BertSelfAttention": _BERT,
-    "RobertaSelfAttention": _BERT,
-    "DistilBertSelfAttention": ("q_lin", "k_lin", "v_lin", "out_lin", "attention_head_size", "dropout"),
-    "ViTAttention": _VIT,
-    "DeiTAttention": _VIT,
-    "T2TViTAttention": _VIT,
-}
-_PACKAGES = ("transformers.models.", "hf_efficient_attn.models.")
-
-
 def attach(module: nn.Module, method: MethodConfig | None) -> None:
     """Give an attention module a forward of its own if a method needs it. One that something else has set stays."""
     takes = method is not None and get_method(method.method).forward_hidden_states is not None
-    if takes and _layout(module) is not None and "forward" not in vars(module):
+    if takes and _projections(module) is not None and "forward" not in vars(module):
         _bind(module)
     elif not takes and _is_bound(module):
         for name in ("forward", _REPLICATE):
@@ -70,44 +57,46 @@ def _replicate(module: nn.Module) -> nn.Module:
     return replica
 
 
-def _layout(module: nn.Module) -> tuple[Any, ...] | None:
-    """The layout of a module of Transformers or of this package that is known here and not causal."""
-    layout = _LAYOUTS.get(type(module).__name__) if type(module).__module__.startswith(_PACKAGES) else None
-    is_known = layout is not None and all(hasattr(module, name) for name in (*layout, "scaling") if name is not None)
-    return layout if is_known and not getattr(module, "is_causal", True) else None
+def _projections(module: nn.Module) -> Projections | None:
+    """The projections of a module of a kind that is known here and not causal."""
+    names = kind_of(type(module)).projections if is_known_code(type(module)) else None
+    is_known = names is not None and all(hasattr(module, name) for name in (*names, "scaling") if name is not None)
+    return names if is_known and not getattr(module, "is_causal", True) else None
 
 
 def _forward(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """The forward of the class, from the hidden states where that is possible: the same output up to rounding."""
-    name, layout, location = method_of(module.config), _layout(module), location_of(module)
+    if in_graph():  # where a call of a method is one operator
+        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
+    name, names, location = method_of(module.config), _projections(module), location_of(module)
     method: Any = method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
     if (
         form is None
-        or layout is None
-        or in_graph()  # where a call of a method is one operator
+        or names is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or kwargs.get("is_causal")
         or is_parallel(module)
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
-        or read_mask(method.method, attention_mask).is_causal
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    refuse_arguments(method.method, kwargs)
+    parts: list[Any] = [name and getattr(module, name) for name in names]
+    project, key, value, output, head_dim, dropout = parts
+    given = {**kwargs, "dropout": getattr(dropout, "p", dropout)}
+    # The hidden states as keys (B, 1, N, W) of one head.
+    call = read_call(method.method, module, location, hidden_states[:, None], attention_mask, given)
+    if call.is_causal:
+        return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_tracing(method)
-    mask = read_mask(method.method, attention_mask).keys
-    project, key, value, output, head_dim, dropout = (name and getattr(module, name) for name in layout)
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
-    dropout = getattr(dropout, "p", dropout) if module.training else 0.0
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
-    seed = draw_seed(query.device) if module.training else layer_seed(location.layer)
-    if mask is not None:
-        hidden_states = hidden_states.masked_fill(~mask[:, :, None], 0.0)
+    seed = draw_seed(query.device) if module.training else call.seed
+    if call.key_mask is not None:
+        hidden_states = hidden_states.masked_fill(~call.key_mask[:, :, None], 0.0)
     parameters = required_tensors(module, method, location.name)
-    options = AttentionOptions(mask, False, module.scaling, dropout, seed + method.seed, parameters)
+    options = AttentionOptions(call.key_mask, False, module.scaling, call.dropout_p, seed + method.seed, parameters)
     out = form(method, query, hidden_states, HiddenProjections(key, value), options)
     out = refuse_second_gradient(out, method.method).transpose(1, 2).flatten(2)
     return (out if output is None else output(out)), None

@@ -1,10 +1,12 @@
 """Attention modules of Transformers that compute their attention themselves, changed to ask the attention interface.
 
-Each class derives from the class of the same name. `switching.adopt` gives a module its class here when a method is
-chosen. The module keeps its parameters, and its forward for attention that is not in the interface ("eager"). Shapes:
-W = H * D is the width of the hidden states.
+Each class derives from the class of the same name. Those with the layout of BERT are made from their rows in
+`model_kinds`, when they are asked for by their names (`__getattr__`). `switching.adopt` gives a module its class here
+when a method is chosen. The module keeps its parameters, and its forward for attention that is not in the interface
+("eager"). Shapes: W = H * D is the width of the hidden states.
 """
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,15 +17,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom import modeling_bloom
 from transformers.models.lilt import modeling_lilt
-from transformers.models.megatron_bert import modeling_megatron_bert
 from transformers.models.mpnet import modeling_mpnet
-from transformers.models.rembert import modeling_rembert
 from transformers.models.roformer import modeling_roformer
-from transformers.models.tapas import modeling_tapas
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, DistanceBias, LinearBias, takes_bias
+from hf_efficient_attn.integration.model_kinds import row_named
 from hf_efficient_attn.ops.tracing import unwrapped
 
 
@@ -64,16 +64,15 @@ class _BertAttention(_Attention):
         return heads
 
 
-class MegatronBertSelfAttention(_BertAttention, modeling_megatron_bert.MegatronBertSelfAttention):
-    """The layout of BERT."""
-
-
-class RemBertSelfAttention(_BertAttention, modeling_rembert.RemBertSelfAttention):
-    """The layout of BERT."""
-
-
-class TapasSelfAttention(_BertAttention, modeling_tapas.TapasSelfAttention):
-    """The layout of BERT."""
+def __getattr__(name: str) -> type[nn.Module]:
+    """Make the class of a kind that has the layout of BERT. `pickle` finds it by its name, too."""
+    folder = row_named(name).like_bert_in
+    if not folder:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
+    # Of two threads that make it at a time, both get the class of the first.
+    made: type[nn.Module] = globals().setdefault(name, type(name, (_BertAttention, base), {"__module__": __name__}))
+    return made
 
 
 class RoFormerSelfAttention(_BertAttention, modeling_roformer.RoFormerSelfAttention):

@@ -1,58 +1,26 @@
-"""What is refused, and why: choices that do not suit a model, and calls that would silently lose something.
+"""What a switch refuses before it changes a model (`check`), and why; and what it warns of.
 
-A switch refuses what it can see before it changes the model (`check`). The rest is refused at the call.
-
-Transformers hands every argument that a model does not know through to its attention function, which would lose one of
-`_ATTENTION_ARGUMENTS`, whatever its type, and a tensor whose name speaks of attention (`_ATTENTION_WORDS`). No model of
-Transformers names another one in its call. Everything else passes to no effect, as it does with exact attention:
-arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
+What only a call shows is refused there, in `inputs` and `attention`.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
-from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import models
-from hf_efficient_attn.integration.configs import method_of, settings_of
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.layers import Layer, in_order, names_of
-from hf_efficient_attn.integration.settings import EXACT
+from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order, names_of
+from hf_efficient_attn.integration.model_kinds import kind_of
+from hf_efficient_attn.integration.settings import EXACT, method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
 WARNED = "_efficient_attention_warned"
-# Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
-_ATTENTION_ARGUMENTS = ("softcap", "s_aux", "cache", "read_index", "write_index")
-_ATTENTION_WORDS = (
-    "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
-    "indices",
-)  # fmt: skip
-_LOSS_WORDS = ("label", "loss", "target")
-# Inputs of a model that its layers hand on.
-_INPUTS = (
-    "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
-    "encoder_attention_mask", "input_ids", "token_type_ids",
-)  # fmt: skip
-
-
-def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor) -> None:
-    """Refuse a mask (B, N) for another number of keys than a layer's key (B, H, Nk, D) has, unless a graph is traced.
-
-    Models make one mask for all layers, by the cache's first one.
-    """
-    if mask is None or is_tracing(key) or mask.shape[1] == key.shape[2]:
-        return
-    raise UnsupportedAttentionError(
-        f"{name}: the mask is for {mask.shape[1]} keys, and {layer} has {key.shape[2]}: the layers of the cache have "
-        "different lengths, for example after a call that failed: start with a new cache, or leave attention_mask out "
-        "if there is no padding"
-    )
 
 
 def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_complete: bool) -> None:
@@ -144,7 +112,7 @@ def _needs_of_a_matrix(
     for module, location, config, owner in through:
         if not has_distance_bias(type(module)):
             yield from ((what, module, location.name) for what in models.matrix_needs(module, is_attention=True))
-        if location.window is not None and models.WINDOW_BY_MASK.fullmatch(type(module).__name__):
+        if location.window is not None and kind_of(type(module)).hides_window:
             yield "attends to a window of its own that only a mask knows", module, location.name
         size: Any = getattr(config, "attention_chunk_size", None)
         positions = getattr(config, "max_position_embeddings", None)
@@ -222,7 +190,7 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
         )
     is_rectangular = getattr(found.module, "is_rectangular", False)
     check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
-    reads_cache = any(base.__name__ == "DiffusionGemmaDecoderTextAttention" for base in attention.__mro__)
+    reads_cache = kind_of(attention, or_base=True).reads_cache
     if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
         others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
         raise UnsupportedAttentionError(
@@ -247,6 +215,8 @@ def check_methods(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
                 f"{', '.join(methods_with('causal'))}{advice and f'; or {advice}'}"
             )
+        if is_causal:
+            config.check_causal()
         if is_rectangular and config.needs_square:
             raise UnsupportedAttentionError(
                 f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "
@@ -266,47 +236,10 @@ def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | 
 
 
 @replaced_in_graphs(nothing)
-def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, models.ModuleLocation]]) -> None:
+def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, ModuleLocation]]) -> None:
     """Warn once per module that its attention stays exact. No warning is given while a graph is traced."""
     new = {location.name: module for module, location in found if not getattr(module, WARNED, False)}
     if new:
         warnings.warn(f"{reason} {', '.join(new)}", stacklevel=2)
     for module in new.values():
         setattr(module, WARNED, True)
-
-
-def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kwargs: Mapping[str, Any]) -> int | None:
-    """The window of a call, on which its module, mask and switch must agree; None for attention to all keys."""
-    size = kwargs.get(models.WINDOW)
-    if not is_local and (size is None or size >= kv_len):
-        return None
-    if expected is None or size is None or not is_local:
-        raise UnsupportedAttentionError(
-            f"{name}: a layer of this model attends to a window of {size or 'a few'} keys and the sequence has "
-            f"{kv_len}, so that the window would be lost: use attn_implementation={EXACT!r} for this model"
-        )
-    return int(size)
-
-
-def refuse_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
-    refuse_attentions(name, kwargs.get("output_attentions"))
-    for argument, value in kwargs.items():
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        is_harmless = argument in _INPUTS or any(word in argument for word in _LOSS_WORDS)
-        is_lost = not is_harmless and any(word in argument for word in _ATTENTION_WORDS)
-        is_lost = is_lost and any(isinstance(item, Tensor) for item in items)
-        if value is not None and (argument in _ATTENTION_ARGUMENTS or is_lost):
-            raise UnsupportedAttentionError(
-                f"{name}: the argument {argument!r} of the attention would be lost: use attn_implementation={EXACT!r} "
-                "or 'eager' for this model, or leave the argument out"
-            )
-
-
-def refuse_attentions(name: str, requested: object) -> None:
-    """Refuse `output_attentions=True`."""
-    if requested:
-        raise UnsupportedAttentionError(
-            f"output_attentions=True: {name} never computes the attention probabilities; load the model with "
-            "attn_implementation='eager' to see them"
-        )

@@ -1,5 +1,9 @@
-"""Which layer uses which method, and how a config stores it: `EfficientAttentionConfig` and its form on disk."""
+"""Which layer uses which method: `EfficientAttentionConfig`, its form on disk, and what a config says of a layer.
 
+Kernel repositories contain this module, so it does not import Transformers.
+"""
+
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,15 +13,16 @@ from typing import Any
 from torch import Tensor
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, as_dict, shown, unknown_name
-from hf_efficient_attn.integration.layers import Layer, check_layer, in_order, is_selected
-from hf_efficient_attn.methods import MethodConfig, get_method, make_config
+from hf_efficient_attn.integration.layers import Layer, ModuleLocation, check_layer, in_order, is_selected
+from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
-# Version 2 has `calibrated_length`. A choice without it is written as version 1, which earlier releases read.
+# Version 2 has `calibrated_length`. Settings without it are written as version 1, which earlier releases read.
 FORMAT_VERSION = 2
 # Exact attention as `attn_implementation`: the usual name, and all names.
 EXACT = "sdpa"
 EXACT_IMPLEMENTATIONS = (EXACT, "eager")
+ATTRIBUTE = "efficient_attention"
 
 
 @dataclass(frozen=True)
@@ -30,19 +35,19 @@ class Entry:
 
 @dataclass(frozen=True)
 class EfficientAttentionConfig(KnownFields):
-    """The choice that a model carries in `config.efficient_attention`. Immutable, checked when it is made.
+    """The settings that a model carries in `config.efficient_attention`. Immutable, checked when they are made.
 
-    Two choices are equal if models compute the same with them.
+    Two settings are equal if models compute the same with them.
 
     Args:
         method: a name from `hea.available_methods()` or a method's config. It is also the `attn_implementation` under
-            which the choice applies. For a mix it can be left out and is then the method of the first entry.
+            which the settings apply. For a mix it can be left out and is then the method of the first entry.
         hyperparameters: replace the method's defaults. None for a mix, whose entries contain their own.
         layers: indices of the layers that use the method, or names. A name selects all attention modules whose path in
             the model begins with it ("encoder", "decoder.layers.0"), or which a model calls so (T2T-ViT's "t2t.0"). All
             other layers stay exact. None for all layers. For a mix: dictionaries {"layers": [indices or names],
             "method": name, hyperparameter: value, ...}.
-        calibrated_length: number of tokens of the longest sequence that the errors of this choice were measured on, as
+        calibrated_length: number of tokens of the longest sequence that errors were measured on with these settings, as
             `hea.calibrate` and `analyze` store it; None if they were not measured. The model warns once of a longer
             sequence, because errors grow with the length.
 
@@ -152,26 +157,8 @@ def changed_hyperparameters(config: MethodConfig) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if value != defaults.get(key)}
 
 
-@replaced_in_graphs(nothing)
-def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
-    """Warn once for each choice, outside of graphs, of a sequence longer than those that it was calibrated on."""
-    limit = settings.calibrated_length
-    if limit is None or kv_len <= limit or "_warned" in vars(settings):
-        return
-    # Padding does not count. Only inputs longer than the limit take the time to count their tokens.
-    longest = kv_len if key_mask is None else int(key_mask.sum(1).max())
-    if longest > limit:
-        object.__setattr__(settings, "_warned", True)
-        warnings.warn(
-            f"a sequence has {longest} tokens, but the attention of this model was calibrated on sequences of up to "
-            f"{limit} tokens, and its errors grow with the length: calibrate it again with sequences as long as those "
-            "it is used on (hea.calibrate, or hf-efficient-attn analyze --length)",
-            stacklevel=2,
-        )
-
-
 def as_settings(value: Any, method: str | None = None) -> EfficientAttentionConfig:
-    """Read a choice from any of its forms: a dictionary, a method's config, or an `EfficientAttentionConfig`."""
+    """Read settings from any of their forms: a dictionary, a method's config, or an `EfficientAttentionConfig`."""
     if isinstance(value, EfficientAttentionConfig):
         return value
     if isinstance(value, MethodConfig):
@@ -220,3 +207,72 @@ def implementation_entry(config: Any, name_of: Callable[[Any], str | None]) -> s
         return own
     entries = {key: entry for key, entry in parts.items() if entry is not None}
     return entries if own is None else {"": own, **entries}
+
+
+# The settings of each method's defaults. They are made at registration, because torch.compile cannot trace it.
+DEFAULTS: dict[str, EfficientAttentionConfig] = {}
+
+
+def method_of(config: object) -> str | None:
+    """The method that a config names as its attention implementation; None if it names another implementation."""
+    name = getattr(config, "_attn_implementation", None)
+    return name if name in available_methods() else None
+
+
+def stored_settings(config: object) -> EfficientAttentionConfig | None:
+    """The settings that a config stores."""
+    stored: EfficientAttentionConfig | dict[str, Any] | None = config.__dict__.get(ATTRIBUTE)
+    if isinstance(stored, dict):  # the config was loaded before this package
+        stored = config.__dict__[ATTRIBUTE] = as_settings(stored, getattr(config, "_attn_implementation", None))
+    return stored
+
+
+def settings_of(config: object, name: str) -> EfficientAttentionConfig:
+    """The settings of a method in a model's config: those that it stores for the method, or the method's defaults."""
+    stored = None if config is None else stored_settings(config)
+    # After its model was switched by name, a config stores the settings of another method.
+    return DEFAULTS[name] if stored is None or stored.method != name else stored
+
+
+def method_at(config: object, name: str | None, location: ModuleLocation) -> MethodConfig | None:
+    """The method that a config which names it chooses for an attention module; None for exact attention."""
+    if name is None or location.window is not None:  # layers with a window stay exact
+        return None
+    settings = settings_of(config, name)
+    found = settings.for_layer(location.layer, location.name)
+    return settings.for_layer(location.layer, location.own_name) if found is None and location.own_name else found
+
+
+@replaced_in_graphs(nothing)
+def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
+    """Warn once for settings, outside of graphs, of a sequence longer than those that they were calibrated on."""
+    limit = settings.calibrated_length
+    if limit is None or kv_len <= limit or "_warned" in vars(settings):
+        return
+    # Padding does not count. Only inputs longer than the limit take the time to count their tokens.
+    longest = kv_len if key_mask is None else int(key_mask.sum(1).max())
+    if longest > limit:
+        object.__setattr__(settings, "_warned", True)
+        warnings.warn(
+            f"a sequence has {longest} tokens, but the attention of this model was calibrated on sequences of up to "
+            f"{limit} tokens, and its errors grow with the length: calibrate it again with sequences as long as those "
+            "it is used on (hea.calibrate, or hf-efficient-attn analyze --length)",
+            stacklevel=2,
+        )
+
+
+def layer_seed(layer: Layer | None) -> int:
+    """The seed of a layer's random draws in eval mode: equal in every process, below 2^31.
+
+    Layers with different numbers have different seeds. Those of two names are equal with probability 2^-30.
+    """
+    if isinstance(layer, str):
+        # Computed by hand, because torch.compile does not trace the hash functions of the standard library.
+        return 2**30 + functools.reduce(lambda number, c: (1000003 * number + ord(c)) % (2**30 - 35), layer, 0)
+    return 1000003 * ((layer or 0) + 1)
+
+
+def first_number(holder: object, *names: str) -> int | None:
+    """The first of these attributes that is a positive integer."""
+    values = (getattr(holder, name, None) for name in names)
+    return next((x for x in values if isinstance(x, int) and not isinstance(x, bool) and x > 0), None)

@@ -31,15 +31,8 @@ class SequenceParallel:
         return SequenceParallel(self.group)  # a copy of the model belongs to the same processes
 
 
-def is_parallel(module: nn.Module) -> bool:
-    """Whether the model of an attention module is divided over processes."""
-    return getattr(module, PARALLEL, None) is not None
-
-
-def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards | None:
-    """The shards of the call of an attention module; None if its model is not divided."""
-    if not is_parallel(module):
-        return None
+def shards_of(module: nn.Module, kwargs: Mapping[str, Any]) -> Shards:
+    """The shards of the call of an attention module whose model is divided over processes."""
     refuse_in_graphs("sequence_parallel: the exchanges between processes cannot be compiled: leave torch.compile out")
     shards: Shards | None = kwargs.get(SHARDS) or getattr(module, PARALLEL).current
     if shards is None:

@@ -18,20 +18,16 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
-from hf_efficient_attn.integration import learned, models, own_forward, positions, refusals
+from hf_efficient_attn.integration import learned, models, own_forward, refusals
 from hf_efficient_attn.integration.cache import StateLayer
-from hf_efficient_attn.integration.configs import check_parts, method_of, parts_of, settings_of
+from hf_efficient_attn.integration.configs import check_parts, parts_of
 from hf_efficient_attn.integration.distance_bias import attach_hook
-from hf_efficient_attn.integration.masks import refuse_packed_rows
-from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS
+from hf_efficient_attn.integration.inputs import TABLES, check_inputs
+from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation
+from hf_efficient_attn.integration.model_kinds import is_known_code, kind_of
+from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, method_at, method_of, settings_of
 from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
-
-# Classes that have a form of the same name in `patched`.
-_PATCHED = {
-    "BloomAttention", "LiltSelfAttention", "MPNetEncoder", "MPNetSelfAttention", "MegatronBertSelfAttention",
-    "RemBertSelfAttention", "RoFormerSelfAttention", "TapasSelfAttention",
-}  # fmt: skip
 
 
 def switch(
@@ -53,7 +49,7 @@ def switch(
     try:
         if change_configs is not None:
             change_configs()
-        checked = [(root, _checked(root, names, is_complete)) for root in roots]
+        checked = [(root, _checked_modules(root, names, is_complete)) for root in roots]
         for root, modules in checked:
             _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
     except BaseException:
@@ -61,7 +57,9 @@ def switch(
         raise
 
 
-def _checked(root: PreTrainedModel, names: Mapping[int, str | None], is_complete: bool) -> list[models.AttentionModule]:
+def _checked_modules(
+    root: PreTrainedModel, names: Mapping[int, str | None], is_complete: bool
+) -> list[models.AttentionModule]:
     """The attention modules of a model, after a check of what its configs ask for.
 
     `names` are the implementations that its configs named before, by the ids of the configs.
@@ -72,7 +70,7 @@ def _checked(root: PreTrainedModel, names: Mapping[int, str | None], is_complete
         adopt(root)
     modules = list(models.attention_modules(root))
     if is_switched:
-        # A choice on the config of a composite model goes down to its parts, as `attn_implementation` does.
+        # Settings on the config of a composite model go down to its parts, as `attn_implementation` does.
         stored = root.config.efficient_attention
         for part in parts if stored is not None else ():
             if part.config.efficient_attention is None and method_of(part.config) == stored["method"]:
@@ -94,7 +92,8 @@ def adopt(model: PreTrainedModel) -> None:
     for part in models.models_in(model):  # the innermost last, whose config applies
         for module in part.modules():
             kind = type(module)
-            is_known = kind.__name__ in _PATCHED and kind.__module__.startswith(("transformers.models.", __package__))
+            row = kind_of(kind)
+            is_known = (row.is_patched or row.like_bert_in) and is_known_code(kind)
             if is_known and not getattr(module, "is_decoder", False):
                 from hf_efficient_attn.integration import patched  # it imports the models
 
@@ -106,13 +105,13 @@ def _switch_modules(
     root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_adapted: bool, is_complete: bool
 ) -> None:
     """Give the modules of a model what their method needs, and warn of attention that stays exact."""
-    parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, models.ModuleLocation]]]()
+    parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, ModuleLocation]]]()
     for found in modules:
         (module, location, config, _), name, method, reason = found, method_of(found.config), found.chosen, None
         if method is not None and location.is_cross:
             why = refusals.why_cross_attention_is_exact(method, config)
             reason = None if why is None else f"{why}: cross attention stays exact in"
-        elif is_complete and models.method_at(config, name, location._replace(window=None)) != method:
+        elif is_complete and method_at(config, name, location._replace(window=None)) != method:
             reason = "layers with a sliding window of the model's own stay exact, at the cost of their window:"
         if reason is not None:
             exact.setdefault(reason, []).append((module, location))
@@ -120,32 +119,18 @@ def _switch_modules(
         learned.attach(found, method, is_adapted)
         own_forward.attach(module, method)
         if name is not None:
-            setattr(module, models.LOCATION, location)
+            setattr(module, LOCATION, location)
             attach_hook(module)
     for reason, group in exact.items():
         refusals.warn_of_exact_layers(reason, group)
-    tables = positions.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
+    tables = models.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
         for cls in type(part).__mro__:
             _extend_generate(cls)
-        models.hook_once(part, _refuse_call)
-        setattr(part, positions.TABLES, found_tables)
+        models.hook_once(part, check_inputs)
+        setattr(part, TABLES, found_tables)
         for module in part.modules():
             models.adapt_pooling(module)
-
-
-def _refuse_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
-
-    Some models do not pass these arguments on to their attention.
-    """
-    name = method_of(model.config)
-    if name is not None:
-        given = positions.by_name(model, args, kwargs)
-        refuse_packed_rows(given)
-        positions.refuse_long_input(model, given)
-        requested = given.get("output_attentions")
-        refusals.refuse_attentions(name, model.config.output_attentions if requested is None else requested)
 
 
 def extend_classes() -> None:

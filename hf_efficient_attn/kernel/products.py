@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
 from hf_efficient_attn.ops.backends.devices import in_float64
-from hf_efficient_attn.ops.draws import uniform
+from hf_efficient_attn.ops.draws import Draws
 
 _GROUPS = 3
 # Variance of the median of three group means, relative to that of the mean of all draws. It is 1.35 for groups that are
@@ -239,7 +239,7 @@ def plan_product(
     # A small sample is sufficient: it influences the cost, but not the result.
     sample = min(_PLAN_PAIRS, num_queries * num_keys // 64)
     sizes = torch.tensor([[num_queries], [num_keys]], device=keys.device)
-    pairs = (uniform((2, sample), seed, _PAIRS, keys.device) * sizes).to(torch.int64)
+    pairs = (Draws(seed, keys.device).uniform((2, sample), _PAIRS) * sizes).to(torch.int64)
     query_index, key_index = torch.minimum(pairs, sizes - 1)
     distances: Tensor = torch.linalg.vector_norm(queries[query_index] - keys[key_index], dim=1)
     ordered = torch.cat((largest_square.sort(descending=True).values, largest_square.new_zeros(1)))

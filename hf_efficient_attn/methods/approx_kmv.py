@@ -37,8 +37,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import in_float64
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
 from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import dense_softmax, exact_attention
 from hf_efficient_attn.ops.shards import head_slice
@@ -108,7 +107,8 @@ def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
         return
     x = pad(head.value.detach().to(keys.dtype), (0, 1), value=1.0)  # (Nk, Dv + 1)
     # `delta` is for all columns of the product together.
-    delta, eps = min(0.5, _DELTA * x.shape[1]), config.error_percent / 100
+    delta = min(0.5, _DELTA * x.shape[1])
+    eps = config.error_percent / 100
     plan = products.plan_product(queries, keys, x, eps=eps, delta=delta, seed=head.seed)
     if isinstance(plan, int):  # the exact product is cheaper
         return
@@ -128,8 +128,11 @@ def _least_lse(config: ApproxKMVConfig, head: _Head) -> Tensor:
 
 def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     """Compute the output (Nq, Dv) of one head."""
-    (query, key, value, scale, dropout_p, _), least = head, _least_lse(config, head)
-    outs, indices, is_open = [], [], torch.ones_like(least, dtype=torch.bool)
+    query, key, value, scale, dropout_p, _ = head
+    least = _least_lse(config, head)
+    outs = []
+    indices = []
+    is_open = torch.ones_like(least, dtype=torch.bool)
     for part in _parts(config, head):
         out, lse = kde.attend_part(query, key, value, part, scale=scale, dropout_p=dropout_p)
         is_accurate = lse.detach() >= least[part.queries]
@@ -146,7 +149,8 @@ def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
 
 def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     """Compute the output (Nq, Dv) of one head, with the draws of `_forward_head` as a dense matrix of weights."""
-    (query, key, value), least = head[:3], _least_lse(config, head)
+    query, key, value = head[:3]
+    least = _least_lse(config, head)
     weights = torch.ones(len(query), len(key), dtype=torch.float64, device=query.device)
     scores = (query.double() @ key.double().t() * head.scale).detach()  # (Nq, D) @ (D, Nk) -> (Nq, Nk)
     for queries, keys, bias in _parts(config, head):
@@ -161,7 +165,8 @@ def _each_head(
     form: Callable[[ApproxKMVConfig, _Head], Tensor], config: ApproxKMVConfig, num_heads: int, options: AttentionOptions
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return a function that calls a form for each head, for sequences without padding: (BH, ., .) -> (BH, Nq, Dv)."""
-    seed, first = seed_value(options.seed), head_slice(options.seed, num_heads).first
+    seed = seed_value(options.seed)
+    first = head_slice(options.seed, num_heads).first
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seeds = (seed + _SEED_STEP * (first + h % num_heads) for h in range(len(query)))

@@ -3,8 +3,7 @@
 - Up to a length, attention is exact. It follows from the crossover of nearfar on this machine (`hf-efficient-attn
   crossover`), and is greater: more landmarks and small heads cost more, and so does an attempt that fails.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
-  by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact.
-  `hf_efficient_attn.ops.nearfar.within_bound` describes which heads are attempted.
+  by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact (`ops.nearfar.attempts`).
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
   about earlier ones, every head has `columns` columns, or all heads are exact (`static_form`).
 
@@ -20,10 +19,11 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_length
-from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, without_padding
+from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, is_training, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.draws import seed_value
-from hf_efficient_attn.ops.nearfar.within_bound import COST_POWER, Forms, attend_within_bound, worthwhile_length
+from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.nearfar.attempts import COST_POWER, worthwhile_length
+from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
 
 # Lengths are measured for this head_dim. Most of the cost of choosing landmarks does not depend on head_dim, so with 32
 # the cost relative to exact attention is 1.4 times as high.
@@ -122,22 +122,17 @@ def _with_budget(columns: int) -> MethodConfig:
     return make_config(AutoAttentionConfig.switches_to).with_budget(columns)
 
 
-def _decide(
-    config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-) -> tuple[int, bool]:
-    """Decide up to how many keys attention is exact, and whether all heads have the same form for any data."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    # Reentrant checkpointing first computes without a gradient, but must use the same form. A drawn seed shows
-    # training.
-    is_trained = needs_grad or options.dropout_p > 0.0 or isinstance(seed_value(options.seed), Tensor)
-    is_static = is_trained or not config.max_error or options.is_causal
+def _exact_length(
+    config: AutoAttentionConfig, query: Tensor, key: Tensor, options: AttentionOptions, is_static: bool
+) -> int:
+    """Return the number of keys up to which a call is exact."""
     kv_len = key.shape[2]
     if kv_len <= config.columns or (is_static and config.max_error and config.static_form == "exact"):
-        return kv_len, is_static
-    return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device), is_static
+        return kv_len
+    return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
 
 
-def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) -> Forms:
+def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, device: torch.device) -> Forms:
     """Make the two forms of heads (BH, N, .). Heads are passed as sequences, so all have the same random numbers."""
     options = options._replace(key_mask=None)
 
@@ -151,47 +146,52 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions) 
 
     length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
-    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length)
+    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length, Draws(options.seed, device))
 
 
 def forward(
     config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Fast form; see `register_method`."""
-    (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
+    is_static = options.is_causal or not config.max_error or is_training(query, key, value, options)
+    length = _exact_length(config, query, key, options, is_static)
+    num_heads = query.shape[1]
     if key.shape[2] <= length:
         return exactly(query, key, value, options)
     if options.is_causal:  # the number of later tokens must not matter
         return get_method(config.switches_to).forward(_with_budget(config.columns), query, key, value, options)
-    forms = _forms(config, length, options)
+    forms = _forms(config, length, options, query.device)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if key.shape[1] <= length:
             return forms.exact(query, key, value)
         if is_static:
             return forms.approximate(query, key, value, config.columns)
-        heads, batch = (query, key, value), len(query) // num_heads
-        return attend_within_bound(heads, forms, batch, options.scale, options.seed)[0]  # (BH, Nq, Dv)
+        heads = Heads(query, key, value)
+        return attend_within_bound(heads, forms, num_heads, options.scale)[0]
 
     return without_padding(of_one_length, query, key, value, options)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: dense matrices, with the decisions of `forward` about each sequence and head."""
-    (length, is_static), num_heads = _decide(config, query, key, value, options), query.shape[1]
-    dense, forms = get_method(config.switches_to).naive, _forms(config, length, options)
+    is_static = options.is_causal or not config.max_error or is_training(query, key, value, options)
+    length = _exact_length(config, query, key, options, is_static)
+    num_heads = query.shape[1]
+    dense = get_method(config.switches_to).naive
+    forms = _forms(config, length, options, query.device)
     if options.is_causal:
         count = key.shape[2] if key.shape[2] <= length else config.columns  # as many columns as keys are exact
         return dense(_with_budget(count), query, key, value, options)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads, counts = (query, key, value), [config.columns if key.shape[1] > length else 0] * len(query)
+        heads = Heads(query, key, value)
+        counts = [config.columns if key.shape[1] > length else 0] * len(query)
         if key.shape[1] > length and not is_static:
-            batch = len(query) // num_heads
-            counts = attend_within_bound(heads, forms, batch, options.scale, options.seed)[1].tolist()
-        outs, given = [], options._replace(key_mask=None)
-        for count, q, k, v in zip(counts, query[:, None, None], key[:, None, None], value[:, None, None], strict=True):
-            outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, given))
+            counts = attend_within_bound(heads, forms, num_heads, options.scale)[1].tolist()
+        outs = []
+        for count, q, k, v in zip(counts, *(x[:, None, None] for x in heads), strict=True):
+            outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, options._replace(key_mask=None)))
         return torch.cat(outs, 1)[0]
 
     return without_padding(of_one_length, query, key, value, options)

@@ -30,7 +30,7 @@ Departures from the paper, and the reasons:
   its tokens. A fixed grid of chunks would cost N^2 / chunk size.
 
 EVA never switches by length. With up to window_size keys, all of them are in the near field and the output is exact.
-The computation is in `hf_efficient_attn.ops.control_variates`.
+The computation is in `hf_efficient_attn.ops.control_variates.chunks`.
 """
 
 import functools
@@ -43,17 +43,13 @@ from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.control_variates import (
-    ChunkOptions,
-    interval_attention,
-    interval_chunks,
-    summary_attention_naive,
-    window_attention,
-    window_chunks,
-)
-from hf_efficient_attn.ops.draws import normal
-from hf_efficient_attn.ops.shards import Seed, head_slice
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.control_variates.bidirectional import chunked_attention
+from hf_efficient_attn.ops.control_variates.causal import chunked_causal_attention
+from hf_efficient_attn.ops.control_variates.chunks import ChunkOptions
+from hf_efficient_attn.ops.control_variates.naive import interval_chunks, summary_attention_naive, window_chunks
+from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.shards import head_slice
 
 _MAPS = ("proposal_query", "proposal_key")
 # The stream of random numbers of the chunks. The levels of groups or intervals use the streams after it.
@@ -94,24 +90,25 @@ class EvaConfig(MethodConfig):
 
         The causal form has two blocks of half a window, so an odd window counts as one key less there.
         """
-        block, chunks = max(1, self.window_size // 2), max(1, self.num_landmarks // 2)
+        block = max(1, self.window_size // 2)
+        chunks = max(1, self.num_landmarks // 2)
         # An interval of 1, 2, 4, ... blocks is exact if it has at least as many chunks as keys.
         causal = block * (1 + (1 << (chunks // block).bit_length()))
         return min(causal, self.window_size * max(1, self.num_landmarks // self.window_size))
 
 
 def chunk_noise(
-    num_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: Seed | None, stream: int, count: int
+    num_heads: int, head_dim: int, dtype: torch.dtype, draws: Draws | None, stream: int, count: int
 ) -> Tensor | None:
-    """Draw standard normal numbers (H, count, D) of chunks; None without a seed.
+    """Draw standard normal numbers (H, count, D) of chunks; None without draws.
 
     The numbers of a chunk depend on its index, not on the number of chunks.
     """
-    if seed is None:
+    if draws is None:
         return None
-    first, total = head_slice(seed, num_heads)
+    first, total = head_slice(draws.seed, num_heads)
     # The numbers are kept for later calls. A power of two of them serves sequences of many lengths.
-    drawn = normal((1 << (count - 1).bit_length(), total, head_dim), seed, _STREAM + stream, device)
+    drawn = draws.normal((1 << (count - 1).bit_length(), total, head_dim), _STREAM + stream)
     return drawn[:count, first : first + num_heads].transpose(0, 1).to(dtype)
 
 
@@ -125,10 +122,11 @@ def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_:
 def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> ChunkOptions:
     """Make the options of the forms for queries (B, H, Nq, D)."""
     check_parameters(config, query, options)
-    (_, num_heads, _, head_dim), dtype = query.shape, accumulation_dtype(query.dtype)
+    _, num_heads, _, head_dim = query.shape
+    dtype = accumulation_dtype(query.dtype)
     query_map, key_map = (None if x is None else x.to(dtype) for x in map(options.parameters.get, _MAPS))
-    drawn = None if config.proposal == "mean" else options.seed
-    draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, query.device, drawn)
+    draws = None if config.proposal == "mean" else Draws(options.seed, query.device)
+    draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, draws)
     sizes = config.window_size, config.num_landmarks
     return ChunkOptions(*sizes, (query_map, key_map), draw, options.scale, options.dropout_p)
 
@@ -142,9 +140,9 @@ def forward(
     """
     chosen = _options(config, query, options)
     if options.is_causal:
-        form = functools.partial(interval_attention, options=chosen)
+        form = functools.partial(chunked_causal_attention, options=chosen)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
-    form = functools.partial(window_attention, options=chosen)
+    form = functools.partial(chunked_attention, options=chosen)
     return without_padding(form, query, key, value, options, 0, *query_mask)
 
 

@@ -65,7 +65,8 @@ class LinearConfig(EluFeatures):
         much as about D / 2 exact keys, so the window gets the whole budget.
         """
         columns = self.check_budget(columns)
-        num_features, window_size = self.num_features, self.window_size
+        num_features = self.num_features
+        window_size = self.window_size
         near = columns if self.window_size else 0
         if self.is_learned:
             near //= 2

@@ -67,10 +67,15 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the contracted keys and values."""
-    dtype, num_heads, kv_len = product_dtype(query), query.shape[1], key.shape[2]
-    key_mask, own = options.key_mask, slice(None)
+    dtype = product_dtype(query)
+    num_heads = query.shape[1]
+    kv_len = key.shape[2]
+    key_mask = options.key_mask
+    own = slice(None)
     if shards is not None:
-        kv_len, key_mask, own = shards.total, shards.key_mask, shards.own
+        kv_len = shards.total
+        key_mask = shards.key_mask
+        own = shards.own
     both = contractions(tables(config, kv_len, options), key_mask, kv_len, sum_dtype(query))
     parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
     parts = parts if shards is None else total(parts, shards.group)

@@ -17,9 +17,10 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodCon
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.exact import WindowCall, dense_softmax, window_attention, window_bias
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
+from hf_efficient_attn.ops.windows import WindowCall, window_attention, window_bias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ def _call(config: LongformerConfig, options: AttentionOptions, is_causal: bool) 
 
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    table, call = options.distance_bias, _call(config, options, options.is_causal)
+    table = options.distance_bias
+    call = _call(config, options, options.is_causal)
     if key.shape[2] <= config.exact_length and table is None and not exporting_to_onnx():
         return exactly(query, key, value, options)
     return window_attention(query, key, value, options.key_mask, table, call)
@@ -86,9 +88,12 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens. Without global tokens this reads only the cached keys within the window."""
-    q_len, call, mask = query.shape[2], _call(config, options, True), options.key_mask
+    q_len = query.shape[2]
+    call = _call(config, options, True)
+    mask = options.key_mask
     num_keys = key.shape[2] if call.num_global else min(call.window_size + q_len, key.shape[2])
-    key, value = key[:, :, -num_keys:], value[:, :, -num_keys:]
+    key = key[:, :, -num_keys:]
+    value = value[:, :, -num_keys:]
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask[:, -num_keys:]
     bias = window_bias(q_len, mask, options.distance_bias, call, query.dtype)
     bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
@@ -100,7 +105,8 @@ def forward_shard(
     config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, shards: Shards
 ) -> Tensor:
     """Compute a sequence that processes share, which exchange the keys of the window; see `ShardedForm`."""
-    right, length = 0 if options.is_causal else config.window_size, query.shape[2]
+    right = 0 if options.is_causal else config.window_size
+    length = query.shape[2]
     (key, value), before, after = with_neighbors((key, value), config.window_size, right, shards)
     query = pad(query, (0, 0, before, after))  # queries of the neighbors, whose outputs are dropped
     mask = shards.key_mask

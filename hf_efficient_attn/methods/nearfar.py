@@ -6,7 +6,7 @@ with the largest scores. On activations of BERT (MiniLM) with 512 tokens and 128
 recipes.benchmarks.error`).
 
 `hf_efficient_attn.ops.nearfar.causal` describes the causal form, in which no choice, mean or fit depends on later
-tokens. It uses only the whole budget, block_size + num_samples, and the seed.
+tokens. It divides the whole budget, block_size + num_samples, in another way, and has no probes.
 """
 
 import dataclasses
@@ -16,14 +16,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option, refuse
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.distance import Bias
-from hf_efficient_attn.ops.nearfar.biased import biased_coreset_attention, biased_coreset_naive
-from hf_efficient_attn.ops.nearfar.bidirectional import weighted_coreset_attention, weighted_coreset_naive
-from hf_efficient_attn.ops.nearfar.causal import causal_coreset_attention, causal_coreset_naive, split_columns
-from hf_efficient_attn.ops.nearfar.landmarks import CoresetOptions
+from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.nearfar.biased import biased_nearfar_attention, biased_nearfar_naive
+from hf_efficient_attn.ops.nearfar.bidirectional import nearfar_attention, nearfar_naive
+from hf_efficient_attn.ops.nearfar.causal import (
+    CausalNearFarOptions,
+    causal_nearfar_attention,
+    causal_nearfar_naive,
+    split_columns,
+)
+from hf_efficient_attn.ops.nearfar.landmarks import NearFarOptions
 
 # The default of `near_share`, all heads, and none.
 _SHARES = (0.25, 0.0, 1.0)
@@ -49,12 +55,19 @@ class NearFarConfig(MethodConfig):
 
     block_size: int = option(160, "Keys that a group of queries attends to exactly.", minimum=0)
     num_samples: int = option(96, "Landmarks that stand for all keys.", minimum=1)
-    num_groups: int = option(128, "Groups of queries, rounded down to a power of two.", minimum=1)
+    num_groups: int = option(
+        128, "Groups of queries, rounded down to a power of two. In the causal form at most 128.", minimum=1
+    )
     num_candidates: int = option(
-        2048, "Evenly spaced keys from which landmarks are made, at least as many as landmarks.", minimum=1
+        2048,
+        "Evenly spaced keys from which landmarks are made, at least as many as landmarks. In the causal form at most "
+        "2048.",
+        minimum=1,
     )
     num_refinements: int = option(1, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
-    num_probes: int = option(192, "Queries whose exact rows correct the output. 0: no correction.", minimum=0)
+    num_probes: int = option(
+        192, "Queries whose exact rows correct the output. 0, and in the causal form: none.", minimum=0
+    )
     near_share: float = option(
         _SHARES[0],
         "A head has near keys if landmarks alone miss more than this share of its output, measured on a few queries. "
@@ -68,6 +81,16 @@ class NearFarConfig(MethodConfig):
         """The budget: near keys and landmarks."""
         return self.block_size + self.num_samples
 
+    def check_causal(self) -> None:
+        """The causal form has no probes, and near keys in all heads."""
+        for name, value in (("num_probes", self.num_probes), ("near_share", self.near_share)):
+            if value not in (0, getattr(NearFarConfig(), name)):
+                refuse(
+                    f"{name}={value!r} has no effect in the causal form: leave it at its default, or give the layers "
+                    "of a decoder hyperparameters of their own",
+                    self,
+                )
+
     def with_budget(self, columns: int) -> "NearFarConfig":
         """Spend five eighths of the budget on near keys (`block_size`) and the rest on landmarks (`num_samples`).
 
@@ -76,7 +99,8 @@ class NearFarConfig(MethodConfig):
         `num_candidates` grow with the budget if they are smaller.
         """
         near = 5 * self.check_budget(columns) // 8
-        groups, candidates = max(self.num_groups, columns // 2), max(self.num_candidates, 8 * columns)
+        groups = max(self.num_groups, columns // 2)
+        candidates = max(self.num_candidates, 8 * columns)
         config = dataclasses.replace(self, block_size=near, num_samples=columns - near, num_groups=groups)
         return dataclasses.replace(config, num_candidates=candidates, near_share=0.0)
 
@@ -86,35 +110,49 @@ class NearFarConfig(MethodConfig):
         return tuple({"near_share": share} for share in shares)
 
 
-def _coreset_options(config: NearFarConfig, options: AttentionOptions) -> CoresetOptions:
-    own = {x: getattr(config, x) for x in CoresetOptions._fields if hasattr(config, x)}
-    own |= {"num_candidates": max(config.exact_length, config.num_candidates), "seed": options.seed}
-    return CoresetOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
+def _nearfar_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> NearFarOptions:
+    own = {x: getattr(config, x) for x in NearFarOptions._fields if hasattr(config, x)}
+    own |= {"num_candidates": max(config.exact_length, config.num_candidates), "draws": draws}
+    return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
+
+
+def _causal_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> CausalNearFarOptions:
+    chosen = split_columns(config.exact_length, options.scale, draws, options.dropout_p)
+    most = chosen.of_prefix
+    of_prefix = most._replace(
+        num_groups=min(config.num_groups, most.num_groups),
+        num_candidates=max(most.num_samples, min(config.num_candidates, most.num_candidates)),
+        num_refinements=config.num_refinements,
+    )
+    return chosen._replace(of_prefix=of_prefix)
 
 
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
+    draws = Draws(options.seed, query.device)
     if not options.is_causal:
-        form = weighted_coreset_attention if options.distance_bias is None else biased_coreset_attention
-        form = functools.partial(form, options=_coreset_options(config, options))
+        form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
+        form = functools.partial(form, options=_nearfar_options(config, options, draws))
         return without_padding(form, query, key, value, options, config.exact_length)
-    chosen = split_columns(config.exact_length, options.scale, options.seed, options.dropout_p)
-    form = functools.partial(causal_coreset_attention, options=chosen)
+    chosen = _causal_options(config, options, draws)
+    form = functools.partial(causal_nearfar_attention, options=chosen)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
 
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
-    scale, coreset = options.scale, _coreset_options(config, options)
+    scale = options.scale
+    draws = Draws(options.seed, query.device)
+    chosen = _nearfar_options(config, options, draws)
     if options.is_causal:
-        form = functools.partial(causal_coreset_naive, options=split_columns(config.exact_length, scale, options.seed))
+        form = functools.partial(causal_nearfar_naive, options=_causal_options(config, options, draws))
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
         if key.shape[1] > config.exact_length:
             if bias:
-                return biased_coreset_naive(query, key, value, bias[0], coreset)
-            return weighted_coreset_naive(query, key, value, coreset)
+                return biased_nearfar_naive(query, key, value, bias[0], chosen)
+            return nearfar_naive(query, key, value, chosen)
         scores = scale * query.double() @ key.double().mT  # (BH, Nq, Nk)
         return (scores + bias[0].of_pairs() if bias else scores).softmax(2) @ value.double()
 

@@ -29,7 +29,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, dense_pairs, plan_rounds, rounds_attention
 
@@ -74,22 +75,25 @@ def _plan(
     config: ReformerConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, NearField]:
     """Return the keys, which are the normalised queries with `shared_query_key`, and plan the rounds."""
-    sizes, seed = {"block_size": config.block_size, "rounds": config.num_hashes}, options.seed
+    sizes = {"block_size": config.block_size, "rounds": config.num_hashes}
+    draws = Draws(options.seed, query.device)
     if not config.shared_query_key:
-        return key, plan_rounds(query, key, key_mask, **sizes, seed=seed)
+        return key, plan_rounds(query, key, key_mask, **sizes, draws=draws)
     if query.shape[1] != key.shape[1]:
         raise UnsupportedAttentionError(
             f"{config.method}: shared_query_key uses the queries as keys, so there must be as many queries as values; "
             f"got {query.shape[1]} and {key.shape[1]}. Set shared_query_key=False"
         )
-    plan = plan_rounds(query, query, key_mask, **sizes, seed=seed)
+    plan = plan_rounds(query, query, key_mask, **sizes, draws=draws)
     key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)
     return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan  # (BH, N, D)
 
 
 def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    shared, (scale, dropout_p) = config.shared_query_key, (options.scale, options.dropout_p)
+    shared = config.shared_query_key
+    scale = options.scale
+    dropout_p = options.dropout_p
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         key, plan = _plan(config, query, key, key_mask, options)

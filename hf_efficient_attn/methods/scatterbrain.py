@@ -30,6 +30,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads, without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
 from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features.maps import favor
 from hf_efficient_attn.ops.features.sums import log_weights_naive
@@ -84,14 +85,16 @@ def _plan(
 ) -> tuple[BlockPlan, int]:
     """Plan the near field of (BH, N, D) tokens, and return it with the number of tokens of a block."""
     num_hashes = config.num_hashes if config.near_field == "lsh" and not options.is_causal else 0
-    plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, options.seed)
+    plan = plan_blocks(query, key, key_mask, config.block_size, num_hashes, Draws(options.seed, query.device))
     return plan, ceil_div(config.block_size, 2) if options.is_causal else config.block_size
 
 
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    is_causal, (scale, dropout_p) = options.is_causal, (options.scale, options.dropout_p)
-    features = favor(config.num_features, scale, query.shape[3], options.seed, query.device)
+    is_causal = options.is_causal
+    scale = options.scale
+    dropout_p = options.dropout_p
+    features = favor(config.num_features, scale, query.shape[3], Draws(options.seed, query.device))
     if options.distance_bias is not None:
 
         def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
@@ -112,13 +115,15 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense scores of both fields, and a dense mask of the pairs that are near."""
-    features = favor(config.num_features, options.scale, query.shape[3], options.seed, query.device)
+    features = favor(config.num_features, options.scale, query.shape[3], Draws(options.seed, query.device))
 
     def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
         block = torch.arange(key.shape[1], device=key.device) // config.block_size
-        query, key = query.double(), key.double()
+        query = query.double()
+        key = key.double()
         bias = bias._replace(table=bias.table.double())
-        exact, far = query @ key.mT * options.scale + bias.of_pairs(), log_weights_naive(query, key, features)
+        exact = query @ key.mT * options.scale + bias.of_pairs()
+        far = log_weights_naive(query, key, features)
         far = far + block_bias(bias, config.block_size)[:, block][:, :, block]
         return dense_softmax(torch.where(block == block[:, None], exact, far), value)
 
@@ -127,12 +132,14 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         plan, size = _plan(config, query, key, key_mask, options)
-        index, orders = torch.arange(key.shape[1], device=key.device)[None], (plan.query_order, plan.key_order)
+        index = torch.arange(key.shape[1], device=key.device)[None]
+        orders = (plan.query_order, plan.key_order)
         of_query, of_key = ((index if order is None else inverse(order)) // size for order in orders)
         of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
         blocks_before = of_query[:, :, None] - of_key[:, None]  # (BH, N, N)
         near = blocks_before <= 1 if options.is_causal else blocks_before == 0  # (BH, N, N)
-        query, key = query.double(), key.double()
+        query = query.double()
+        key = key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
         return dense_softmax(scores, value, key_mask, options.is_causal)
 

@@ -33,7 +33,9 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import draw_numbers, thin, thin_naive
 
@@ -65,10 +67,13 @@ class ThinformerConfig(MethodConfig):
 
 def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    count, scale, batch = config.num_samples, options.scale, len(query)
+    count = config.num_samples
+    scale = options.scale
+    batch = len(query)
+    draws = Draws(options.seed, query.device)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        token, log_weight = thin(key, value, key_mask, count, scale=scale, seed=options.seed, batch=batch)
+        token, log_weight = thin(key, value, key_mask, count, scale=scale, draws=draws, batch=batch)
         keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
         bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
         return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=options.dropout_p).out[:, 0]
@@ -78,15 +83,18 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one head at a time without padding, with a dense matrix that has weight 0 for dropped keys."""
-    (batch, num_heads, _, _), (count, scale) = query.shape, (config.num_samples, options.scale)
+    batch, num_heads, _, _ = query.shape
+    count = config.num_samples
+    scale = options.scale
     out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
     for b in range(batch):
         valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
         if not valid.any():
             continue
-        draws = draw_numbers(int(valid.sum()), count, num_heads, options.seed, query.device)
+        draws = draw_numbers(Draws(options.seed, query.device), int(valid.sum()), count, num_heads)
         for h in range(num_heads):
-            keys, values = key[b, h, valid].double(), value[b, h, valid].double()
+            keys = key[b, h, valid].double()
+            values = value[b, h, valid].double()
             counts = thin_naive(keys, values, count, [draw[h] for draw in draws], scale=scale)
             out[b, h] = (scale * query[b, h].double() @ keys.mT + counts.log()).softmax(-1) @ values
     return out.to(value.dtype)

@@ -32,8 +32,9 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import without_padding
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import choose_pivots
 from hf_efficient_attn.ops.wildcat import attend_to_coreset, coreset_naive, kernel_scale_of
@@ -79,13 +80,16 @@ def _choose(
     candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))  # (BH, C, D)
     factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
-    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, seed=options.seed, batch=batch)
+    draws = Draws(options.seed, key.device)
+    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, draws=draws, batch=batch)
     return take(candidates, pivot), factor  # (BH, m, D), (BH, 1, 1)
 
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    num_heads, scale, dropout_p = query.shape[1], options.scale, options.dropout_p
+    num_heads = query.shape[1]
+    scale = options.scale
+    dropout_p = options.dropout_p
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
@@ -98,10 +102,14 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form, with dense weights of all keys."""
-    num_heads, count, scale = query.shape[1], config.num_samples, options.scale
+    num_heads = query.shape[1]
+    count = config.num_samples
+    scale = options.scale
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = query.double(), key.double(), value.double()
+        query = query.double()
+        key = key.double()
+        value = value.double()
         if key.shape[1] <= count:
             return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
         key = key - key.mean(1, keepdim=True)

@@ -27,7 +27,8 @@ def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         valid: bool (B, C), which candidates exist.
     """
     count = min(key_mask.shape[1], limit)
-    num_valid, rank = key_mask.sum(1, keepdim=True), integers(count, key_mask.device)
+    num_valid = key_mask.sum(1, keepdim=True)
+    rank = integers(count, key_mask.device)
     spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
     return valid_first(key_mask).gather(1, spread), rank < num_valid
 
@@ -41,19 +42,27 @@ def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
 # Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
 _LARGER_SLICES = 5
 RIDGE = 1e-3
+# The smallest weight of a cluster by which sums are divided.
+_LEAST_WEIGHT = 1e-35
 
 
 @torch.no_grad()
-def nearest(points: Tensor, landmarks: Tensor) -> Tensor:
+def nearest(points: Tensor, landmarks: Tensor, exists: Tensor | None = None) -> Tensor:
     """Find the nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
+
+    Landmarks for which `exists`, bool (BH, m), is False are the nearest of no point.
 
     The index of a landmark replaces the last bits of its closeness, so that the maximum contains the index. On a CPU
     this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
     """
-    integer, count = (torch.int64 if points.dtype == torch.float64 else torch.int32), landmarks.shape[1]
-    bits, index = (1 << (count - 1).bit_length()) - 1, _integers(count, integer, points.device)
+    integer = torch.int64 if points.dtype == torch.float64 else torch.int32
+    count = landmarks.shape[1]
+    bits = (1 << (count - 1).bit_length()) - 1
+    index = _integers(count, integer, points.device)
     landmarks = landmarks.mT
-    offset = landmarks.square().sum(1, keepdim=True)
+    offset = landmarks.square().sum(1, keepdim=True)  # (BH, 1, m)
+    if exists is not None:  # not infinity, whose bits are no number with an index in them
+        offset = offset.masked_fill(~exists.unsqueeze(1), torch.finfo(offset.dtype).max)
 
     def some_heads(points: Tensor, landmarks: Tensor, offset: Tensor) -> Tensor:
         # `baddbmm` takes twice as long: on the CPU it first copies the offsets to all rows.
@@ -74,6 +83,54 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     """Sum the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
     sums = x.new_zeros(len(x) * count, x.shape[2])
     return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
+
+
+def cluster_means(sums: Tensor, first: Tensor) -> Tensor:
+    """Divide sums of weighted points by sums of weights.
+
+    Args:
+        sums: (BH, m, D + 1), the sums of [w x, w] over the points x of each cluster.
+        first: (BH, m, D), the result for a cluster without weight.
+
+    Returns:
+        (BH, m, D).
+    """
+    weight = sums[..., -1:]
+    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=_LEAST_WEIGHT), first)
+
+
+def lloyd_step(points: Tensor, terms: Tensor, centers: Tensor, exists: Tensor | None = None) -> Tensor:
+    """Move each center to the weighted mean of the points to which it is the nearest (Lloyd 1982).
+
+    Args:
+        points: (BH, C, D).
+        terms: (BH, C, D + 1), the points times their weights, and the weights.
+        centers: (BH, m, D).
+        exists: bool (BH, m), as for `nearest`.
+
+    Returns:
+        (BH, m, D). A center without a point stays.
+    """
+    return cluster_means(cluster_sums(nearest(points, centers, exists), terms, centers.shape[1]), centers)
+
+
+def gaussian_kernel(points: Tensor) -> Tensor:
+    """Compute exp(-|x - y|^2 / 2) for all pairs of points: (BH, m, D) -> (BH, m, m)."""
+    half = 0.5 * points.square().sum(2)  # (BH, m)
+    return (torch.bmm(points, points.mT) - half.unsqueeze(1) - half.unsqueeze(2)).clamp(max=0.0).exp()
+
+
+def matrix_power(square: Tensor, num_squarings: int, rescales: bool = True) -> Tensor:
+    """Raise symmetric matrices (BH, D, D) to the power 2**num_squarings, up to a factor: the power method.
+
+    All columns become multiples of the leading eigenvector. `rescales` keeps the trace at 1, so that nothing overflows.
+    """
+    for _ in range(num_squarings):
+        if rescales:
+            trace = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+            square = square / trace.clamp(min=torch.finfo(square.dtype).tiny)
+        square = torch.bmm(square, square)
+    return square
 
 
 def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:

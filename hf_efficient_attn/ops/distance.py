@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
@@ -26,10 +27,15 @@ class Bias(NamedTuple):
         """Return the bias of all pairs, (BH, Nq, Nk)."""
         return bias_between(self.table, self.query_position.unsqueeze(1), self.key_position.unsqueeze(1))[:, 0]
 
+    def expanded(self, batch_heads: int, dtype: torch.dtype) -> "Bias":
+        """Return the bias with positions (BH, N) of every head, and a table of another dtype."""
+        positions = (x.expand(batch_heads, -1) for x in (self.query_position, self.key_position))
+        return Bias(self.table.to(dtype), *positions)
+
     def distances(self, size: int, count: int) -> Tensor:
         """Return the distances between the middles of `count` blocks of `size` queries and of keys: (1 or BH, T, T)."""
         rank = integers(count, self.table.device) * size + size // 2
-        query, key = (x[:, rank.clamp(max=x.shape[1] - 1)] for x in self[1:])
+        query, key = (x[:, rank.clamp(max=x.shape[1] - 1)] for x in (self.query_position, self.key_position))
         distance: Tensor = key.unsqueeze(1) - query.unsqueeze(2)
         return distance
 

@@ -15,7 +15,9 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, replaced_in_graphs, unrecorded
 
 # At most so many results are kept, with at most so many bytes together. Larger results than `_LARGEST_KEPT` are not.
-_KEPT, _KEPT_BYTES, _LARGEST_KEPT = 512, 1 << 25, 1 << 21
+_KEPT = 512
+_KEPT_BYTES = 1 << 25
+_LARGEST_KEPT = 1 << 21
 _Make = TypeVar("_Make", bound=Callable[..., Tensor])
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
-from hf_efficient_attn.ops.draws import normal, uniform
+from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import sliced
 
@@ -26,8 +27,12 @@ _NUMBERS = 1 << 22
 _PAIRS = 1 << 21
 _DRAWS = 10_000
 # Attention with a budget of keys: the number of tables, the hashes of a bucket, the pairs at a time, and streams.
-_BUDGET_TABLES, _BUDGET_DEPTH, _BUDGET_PAIRS = 8, 4, 1 << 17
-_BUDGET_SAMPLE, _BUDGET_HASH, _PART_DRAWS = 40_000, 70, 50_001
+_BUDGET_TABLES = 8
+_BUDGET_DEPTH = 4
+_BUDGET_PAIRS = 1 << 17
+_BUDGET_SAMPLE = 40_000
+_BUDGET_HASH = 70
+_PART_DRAWS = 50_001
 
 
 class Hash(NamedTuple):
@@ -59,7 +64,8 @@ def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: T
     shape.
     """
     out = queries.new_empty(query_index.numel())
-    flat_query, flat_key = query_index.reshape(-1), key_index.reshape(-1)
+    flat_query = query_index.reshape(-1)
+    flat_key = key_index.reshape(-1)
     for some in query_blocks(out.numel(), queries.shape[1]):
         difference = queries.index_select(0, flat_query[some]).sub_(keys.index_select(0, flat_key[some]))
         torch.exp(difference.square_().sum(1).mul_(-0.5), out=out[some])
@@ -77,7 +83,8 @@ def kernel_product(queries: Tensor, keys: Tensor, x: Tensor) -> Tensor:
     out = x.new_empty(queries.shape[0], x.shape[1])
     # Distances do not depend on the origin, but their rounding does.
     center = keys.mean(0) if len(keys) else 0.0
-    queries, keys = queries - center, keys - center
+    queries = queries - center
+    keys = keys - center
     squares = keys.square().sum(1)
     for some in query_blocks(queries.shape[0], keys.shape[0]):
         block = torch.addmm(squares, queries[some], keys.t(), alpha=-2.0)  # (some, d) @ (d, n) -> (some, n)
@@ -113,11 +120,12 @@ def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: Seed, stream:
 
     `first` is the number of the first table, so that tables can be made a few at a time.
     """
-    device, count = keys.device, family.tables * family.depth
+    draws = Draws(seed, keys.device)
+    count = family.tables * family.depth
     stream = stream + 3 * first
-    directions = normal((keys.shape[1], count), seed, stream, device)
-    shifts = uniform((count,), seed, _DRAWS * 7 + stream, device)
-    factors = (uniform((2, count), seed, _DRAWS * 8 + stream, device) * 2.0**32).to(torch.int64)
+    directions = draws.normal((keys.shape[1], count), stream)
+    shifts = draws.uniform((count,), _DRAWS * 7 + stream)
+    factors = (draws.uniform((2, count), _DRAWS * 8 + stream) * 2.0**32).to(torch.int64)
     factors = (factors[0] << 32) + factors[1] * 2 + 1
     center = keys.double().mean(0)  # far from the origin, cells would lose their fractions to rounding
     codes, order = _codes(keys.double() - center, directions, shifts, factors, family).sort(1)
@@ -138,16 +146,19 @@ def shared_buckets(tables: Tables, at_a_time: int = _PAIRS) -> Iterator[tuple[sl
         number of tables in which each pair shares a bucket.
     """
     low, size = bucket_bounds(tables)
-    num_keys, device = tables.codes.shape[1], size.device
+    num_keys = tables.codes.shape[1]
+    device = size.device
     total = size.sum(0).cumsum(0)  # (Nq,)
     start = 0
     while start < total.numel():
         before = total[start - 1] if start else total.new_zeros(())
         end = max(start + 1, int(torch.searchsorted(total, before + at_a_time, right=True)))
-        sizes, first = size[:, start:end].reshape(-1), low[:, start:end].reshape(-1)
+        sizes = size[:, start:end].reshape(-1)
+        first = low[:, start:end].reshape(-1)
         bucket = torch.repeat_interleave(torch.arange(sizes.numel(), device=device), sizes)
         inside = torch.arange(bucket.numel(), device=device) - (sizes.cumsum(0) - sizes)[bucket]
-        table, query = bucket // (end - start), bucket % (end - start) + start
+        table = bucket // (end - start)
+        query = bucket % (end - start) + start
         numbers = query * num_keys + tables.order[table, first[bucket] + inside]
         pairs, counts = torch.unique(numbers, return_counts=True)
         yield slice(start, end), pairs, counts
@@ -179,7 +190,8 @@ def choose_hash(
     # Any family finds the pairs within the radius. They are so few that a sample says nothing about them.
     far = distances[distances > radius].double()
     squares = torch.exp(-far.square())
-    best, lowest = Hash(radius, 1, 1), math.inf
+    best = Hash(radius, 1, 1)
+    lowest = math.inf
     for factor in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
         width = factor * radius
         log_near, log_far = (collision_chance(d / width).clamp(min=1e-300).log() for d in (near, far))
@@ -193,7 +205,8 @@ def choose_hash(
             pairs = num_keys * (1.0 - missed).sum() + per_rest * (squares * missed).sum()
             cost = hashing + pairs.item() / max(1, distances.numel())
             if cost < lowest:
-                best, lowest = Hash(width, depth, tables), cost
+                best = Hash(width, depth, tables)
+                lowest = cost
     return best, lowest
 
 
@@ -220,19 +233,21 @@ def gaussian_kde(
     Returns:
         The estimates and their standard errors, float64 (Nq,) each.
     """
-    num_keys, num_queries = points.shape[0], queries.shape[0]
+    num_keys = points.shape[0]
+    num_queries = queries.shape[0]
     radius = math.sqrt(2.0 * math.log(max(2.0, 1.0 / mu)))
     # -depth log p1(d / width) is about depth sqrt(2 / pi) d / width, and should be radius^2 / 8 at d = radius. Twice as
     # much is the square root of the kernel, which gave larger errors on clusters and on normal points alike.
     depth = max(1, round(0.125 * radius * radius * math.sqrt(math.pi / 2.0)))  # cells are as wide as the radius
     step = max(1, min(tables, _NUMBERS // max(1, max(num_keys, num_queries) * depth)))
     total, squares = torch.zeros(2, num_queries, dtype=torch.float64, device=queries.device)
+    draws = Draws(seed, queries.device)
     query_index = torch.arange(num_queries, device=queries.device)
     for first in range(0, tables, step):
         family = Hash(radius, depth, min(step, tables - first))
         hashed = hash_tables(queries, points, family, seed, stream, first)
         low, size = bucket_bounds(hashed)
-        draw = uniform((family.tables, num_queries), seed, _DRAWS * 9 + stream + 3 * first, queries.device)
+        draw = draws.uniform((family.tables, num_queries), _DRAWS * 9 + stream + 3 * first)
         sorted_index = low + (draw * size).to(torch.int64).clamp(max=size - 1).clamp(min=0)
         key_index = hashed.order.gather(1, sorted_index.clamp(max=num_keys - 1))  # (T, Nq)
         values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()
@@ -284,8 +299,10 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
         keys: (Nk, D), in units of the bandwidth.
         seed: seed of the hash and of the draws.
     """
-    num_queries, num_keys, device = len(queries), len(keys), keys.device
-    numbers = uniform((2, 4096), seed, _BUDGET_SAMPLE, device)
+    num_queries = len(queries)
+    num_keys = len(keys)
+    device = keys.device
+    numbers = Draws(seed, device).uniform((2, 4096), _BUDGET_SAMPLE)
     query, key = (
         (u * n).to(torch.int64).clamp(max=n - 1) for u, n in zip(numbers, (num_queries, num_keys), strict=True)
     )
@@ -296,7 +313,8 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
     met = collision_chance(distances[None] / widths[:, None]).pow(_BUDGET_DEPTH).mean(1) * _BUDGET_TABLES * num_keys
     width = widths[int((met <= budget // 2).sum().clamp(min=1)) - 1].item()
     tables = hash_tables(queries, keys, Hash(width, _BUDGET_DEPTH, _BUDGET_TABLES), seed, _BUDGET_HASH)
-    light, heavy = torch.arange(num_keys, device=device), torch.arange(0, device=device)
+    light = torch.arange(num_keys, device=device)
+    heavy = torch.arange(0, device=device)
     for block, found, times in shared_buckets(tables, _BUDGET_PAIRS):
         # Keep the keys that each query meets in most tables.
         order = (found // num_keys * (_BUDGET_TABLES + 1) + _BUDGET_TABLES - times).argsort(stable=True)
@@ -322,12 +340,15 @@ def part_of(
     num_light = len(light)
     row = torch.searchsorted(queries, found // num_light).clamp(max=len(queries) - 1)
     is_own = queries[row] == found // num_light
-    row, own = row[is_own], found[is_own]
+    row = row[is_own]
+    own = found[is_own]
     # The pairs as keys (R, m), with -inf as bias where a query has less than m.
-    rank, width = _rank_in_group(row, len(queries)), int(torch.bincount(row).max()) if len(row) else 0
+    rank = _rank_in_group(row, len(queries))
+    width = int(torch.bincount(row).max()) if len(row) else 0
     near = row.new_zeros(len(queries), width)  # (R, m)
     bias = torch.full(near.shape, -torch.inf, dtype=torch.float64, device=row.device)
-    near[row, rank], bias[row, rank] = own % num_light, 0.0
+    near[row, rank] = own % num_light
+    bias[row, rank] = 0.0
     draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
     drawn, used = draw_columns(draws, queries, own, num_light, seed, _PART_DRAWS)
     log_weight = (num_light / draws.double()).log()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
@@ -341,7 +362,7 @@ def draw_columns(
     """Draw `draws` (R,) keys for each query (R,): int64 (R, M), and bool (R, M), False for unused and found keys."""
     most = int(draws.max())
     # The first query's number gives each call a stream of its own.
-    numbers = uniform((len(queries), most), seed, stream + 1000 * int(queries.min()), queries.device)
+    numbers = Draws(seed, queries.device).uniform((len(queries), most), stream + 1000 * int(queries.min()))
     key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
     used = torch.arange(most, device=queries.device) < draws[:, None]  # (R, M)
     if len(found):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.backends.devices import product_dtype, widened
+from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
@@ -120,30 +120,15 @@ def landmark_attention(
     Returns:
         (BH, Nq, Dv) in the dtype of the products. A sequence with up to L tokens has exact attention.
     """
-    (batch, num_heads, q_len, _), kv_len, device = query.shape, key.shape[2], query.device
-    acc_dtype, dtype = accumulation_dtype(query.dtype), product_dtype(query)
+    num_heads = query.shape[1]
+    acc_dtype = accumulation_dtype(query.dtype)
+    dtype = product_dtype(query)
     dtype = acc_dtype if dtype == torch.float16 else dtype
     if key_mask is None and exporting_to_onnx():  # one graph for few and for many tokens
-        key_mask = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
-    all_keys, total_len, own = key_mask, kv_len, slice(0, kv_len)
-    if shards is not None:
-        all_keys, total_len, own = shards.key_mask, shards.total, shards.own
-    segments = of_queries = find_segments(all_keys, total_len, own, options.num_landmarks, device)
-    masked_query = query
-    if q_len != kv_len:  # other tokens, which have no mask
-        ones = torch.ones(1, q_len, dtype=torch.bool, device=device) if exporting_to_onnx() else None
-        of_queries = find_segments(ones, q_len, slice(0, q_len), options.num_landmarks, device)
-    elif key_mask is not None:
-        masked_query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
-    few = (segments.sizes.sum(1) <= options.num_landmarks).expand(batch)  # (B,)
-    # Each of a few tokens is a landmark by itself.
-    any_few = exporting_to_onnx() or bool(few.any())
-    sums = [segment_sums(masked_query, of_queries), segment_sums(key, segments)]
-    sums += [segment_sums(value, segments)] if any_few else []
-    sums = sums if shards is None else total(sums, shards.group)
-    counts = [x.sizes.clamp(min=1)[:, None, :, None] for x in (of_queries, segments, segments)]
-    means = [_all_heads(x / n, num_heads) for x, n in zip(sums, counts, strict=False)]  # (BH, L, .)
-    queries, keys = (x.to(dtype) for x in means[:2])
+        key_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    landmarks = _find_landmarks(query, key, value, key_mask, options.num_landmarks, shards)
+    queries = landmarks.query.to(dtype)
+    keys = landmarks.key.to(dtype)
     tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))  # (BH, 1, Nk, .)
     bias = None
     if key_mask is not None:
@@ -151,25 +136,77 @@ def landmark_attention(
     part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    no_keys, no_queries = (
-        (x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (segments, of_queries)
-    )  # (BH, L)
-    scores = queries.to(acc_dtype) @ keys.to(acc_dtype).mT * options.scale  # (BH, L, L)
-    # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
-    excluded = no_keys & ~no_keys.all(1, keepdim=True)
-    middle = scores.masked_fill(excluded.unsqueeze(1), -torch.inf).softmax(-1)  # A
-    middle = middle.masked_fill(no_keys.unsqueeze(1) | no_queries.unsqueeze(2), 0.0)  # (BH, L, L)
+    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), landmarks, options.scale)  # A
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
-    if any_few:
+    if landmarks.value is not None:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
-        values = torch.where(few.repeat_interleave(num_heads)[:, None, None], means[2], values)
-        landmark_bias = mask_bias(~no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
+        values = torch.where(landmarks.few[:, None, None], landmarks.value, values)
+        landmark_bias = mask_bias(~landmarks.no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys[:, None], values[:, None].to(dtype), landmark_bias
     return attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0].to(result)
+
+
+class _Landmarks(NamedTuple):
+    """Means of segments of the valid tokens, in the accumulation dtype.
+
+    Attributes:
+        query: (BH, L, D).
+        key: (BH, L, D).
+        value: (BH, L, Dv), or None if no sequence has few tokens.
+        few: bool (BH,), whether a sequence has at most L tokens, each of which is a landmark by itself.
+        no_queries: bool (BH, L), whether a segment has no query.
+        no_keys: bool (BH, L), whether a segment has no key.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor | None
+    few: Tensor
+    no_queries: Tensor
+    no_keys: Tensor
+
+
+def _find_landmarks(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, count: int, shards: Shards | None
+) -> _Landmarks:
+    """Compute `count` landmarks of queries, keys and, where there are few tokens, values (B, H, N, .)."""
+    batch, num_heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    device = query.device
+    if shards is None:
+        segments = of_queries = find_segments(key_mask, kv_len, slice(0, kv_len), count, device)
+    else:
+        segments = of_queries = find_segments(shards.key_mask, shards.total, shards.own, count, device)
+    if q_len != kv_len:  # other tokens, which have no mask
+        ones = torch.ones(1, q_len, dtype=torch.bool, device=device) if exporting_to_onnx() else None
+        of_queries = find_segments(ones, q_len, slice(0, q_len), count, device)
+    elif key_mask is not None:
+        query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
+    few = (segments.sizes.sum(1) <= count).expand(batch)  # (B,)
+    any_few = exporting_to_onnx() or bool(few.any())
+    sums = [segment_sums(query, of_queries), segment_sums(key, segments)]
+    sums += [segment_sums(value, segments)] if any_few else []
+    sums = sums if shards is None else total(sums, shards.group)
+    sizes = (of_queries.sizes, segments.sizes, segments.sizes)
+    means = [
+        _all_heads(x / n.clamp(min=1)[:, None, :, None], num_heads) for x, n in zip(sums, sizes, strict=False)
+    ]  # (BH, L, .)
+    no_queries, no_keys = ((n == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for n in sizes[:2])
+    few = few.repeat_interleave(num_heads)
+    return _Landmarks(means[0], means[1], means[2] if any_few else None, few, no_queries, no_keys)
+
+
+def _middle_factor(query: Tensor, key: Tensor, landmarks: _Landmarks, scale: float) -> Tensor:
+    """Compute A = softmax(Q~ K~^T) from landmarks (BH, L, D), with 0 for segments without tokens: (BH, L, L)."""
+    no_keys = landmarks.no_keys
+    # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
+    excluded = no_keys & ~no_keys.all(1, keepdim=True)
+    scores = (query @ key.mT * scale).masked_fill(excluded.unsqueeze(1), -torch.inf)
+    return scores.softmax(-1).masked_fill(no_keys.unsqueeze(1) | landmarks.no_queries.unsqueeze(2), 0.0)
 
 
 def _all_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -222,7 +259,8 @@ def damped_solve(matrix: Tensor, right: Tensor) -> Tensor:
     Returns:
         X, (..., M, N), in the dtype of `matrix`.
     """
-    a, right = widened(matrix), widened(right)
+    a = widened(matrix)
+    right = widened(right)
     gram = a.transpose(-1, -2) @ a  # (..., M, L) @ (..., L, M) -> (..., M, M)
     gram = gram + DAMPING * _norm_bound(a) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, _ = torch.linalg.cholesky_ex(gram)
@@ -235,7 +273,9 @@ def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask:
     The result has the dtype of `value`.
     """
     if kernel is not None:
-        tokens, weight, order = value.to(kernel.dtype), kernel[:, None, :, None], None
+        tokens = value.to(kernel.dtype)
+        weight = kernel[:, None, :, None]
+        order = None
         if key_mask is not None:
             order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
             tokens = take(tokens.flatten(0, 1), order).view(value.shape)
@@ -255,7 +295,10 @@ def landmark_naive(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, options: LandmarkOptions, kernel: Tensor | None
 ) -> Tensor:
     """Compute `landmark_attention` and `add_convolution` in the readable form, by dense matrices, row after row."""
-    (q_len, kv_len), (count, iterations, scale, _), outs = (query.shape[2], key.shape[2]), options, []
+    q_len = query.shape[2]
+    kv_len = key.shape[2]
+    count, iterations, scale, _ = options
+    outs = []
 
     def softmax(q: Tensor, k: Tensor) -> Tensor:
         return (scale * q @ k.mT).softmax(-1)
@@ -265,11 +308,14 @@ def landmark_naive(
 
     for b in range(query.shape[0]):
         valid = key.new_ones(kv_len, dtype=torch.bool) if key_mask is None else key_mask[b]
-        queries, keys, values = query[b].double(), key[b, :, valid].double(), value[b, :, valid].double()
+        queries = query[b].double()
+        keys = key[b, :, valid].double()
+        values = value[b, :, valid].double()
         if keys.shape[1] <= count or q_len <= count:
             out = softmax(queries, keys) @ values
         else:
-            mean_queries, mean_keys = means(queries[:, valid] if q_len == kv_len else queries), means(keys)
+            mean_queries = means(queries[:, valid] if q_len == kv_len else queries)
+            mean_keys = means(keys)
             middle = softmax(mean_queries, mean_keys)
             one = torch.eye(count, dtype=torch.float64, device=middle.device)
             # The largest sum of a column. The sum of a row is 1.

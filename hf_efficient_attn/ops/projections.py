@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import integers
 from hf_efficient_attn.ops.nystrom import segment_sizes
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -31,11 +31,13 @@ def start_tables(projection_dim: int, max_length: int, init: str, seed: int, str
     which column j is the same for every M.
     """
     if init == "gaussian":
-        shape, cpu = (max_length, projection_dim), torch.device("cpu")
-        numbers = [normal(shape, seed, stream, cpu).t() * projection_dim**-0.5 for stream in streams]
+        shape = (max_length, projection_dim)
+        draws = Draws(seed, torch.device("cpu"))
+        numbers = [draws.normal(shape, stream).t() * projection_dim**-0.5 for stream in streams]
         return [x.to(torch.float32).contiguous() for x in numbers]
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
-    ends, position = sizes.cumsum(0)[:, None], torch.arange(max_length)
+    ends = sizes.cumsum(0)[:, None]
+    position = torch.arange(max_length)
     inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
     return [inside.to(torch.float32) / sizes.clamp(min=1)[:, None]] * len(streams)
 
@@ -75,7 +77,8 @@ class Contraction(NamedTuple):
         Returns:
             In the accumulation dtype, to be added to the other parts and scaled.
         """
-        table, acc_dtype = self.table, accumulation_dtype(x.dtype)
+        table = self.table
+        acc_dtype = accumulation_dtype(x.dtype)
         if self.column is None:
             return (table[:, some] @ x.to(table.dtype)).to(acc_dtype)  # (P, n) @ (B, H, n, D) -> (B, H, P, D)
 
@@ -130,15 +133,19 @@ def _contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: tor
 def _factors(table: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the factors of the rows for n tokens, and whether rows have weight: (P, M), (B,) -> (B, P) each."""
     used = (integers(table.shape[1], table.device)[:, None] < num_tokens).to(table.dtype)  # (M, B)
-    size, square = table.abs(), table.square()  # (P, M)
-    whole, whole_square = size.sum(1), square.sum(1)  # (P,), of all columns
-    part, part_square = (size @ used).t(), (square @ used).t()  # (B, P), of the columns that are used
+    size = table.abs()  # (P, M)
+    square = table.square()
+    whole = size.sum(1)  # (P,), of all columns
+    whole_square = square.sum(1)
+    part = (size @ used).t()  # (B, P), of the columns that are used
+    part_square = (square @ used).t()
     valid = part > 0
     # A row without weight has the factor 1. Its quotients are replaced, because the gradient of 0 / 0 is NaN.
     of_tokens = [x.masked_fill(~valid, 1.0) for x in (whole.expand_as(part), whole_square.expand_as(part))]
     part, part_square = (x.masked_fill(~valid, 1.0) for x in (part, part_square))
     one_sign = table.sum(1).abs() / whole.masked_fill(whole == 0, 1.0)  # (P,)
-    by_weight, by_norm = of_tokens[0] / part, of_tokens[1] / part_square
+    by_weight = of_tokens[0] / part
+    by_norm = of_tokens[1] / part_square
     return by_weight**one_sign * by_norm ** (0.5 - 0.5 * one_sign), valid
 
 
@@ -156,7 +163,8 @@ def naive_contraction(
         weigh = (parts[0] != 0).any(1) & (parts[1] != 0).any(1)  # (P,)
         contracted = []
         for table, part, x in zip(tables, parts, tokens, strict=True):
-            whole, part = table[weigh].double(), part[weigh]
+            whole = table[weigh].double()
+            part = part[weigh]
             weight = whole.abs().sum(1) / part.abs().sum(1)
             norm = torch.linalg.vector_norm(whole, dim=1) / torch.linalg.vector_norm(part, dim=1)
             one_sign = whole.sum(1).abs() / whole.abs().sum(1)
@@ -174,14 +182,16 @@ def contract_hidden_states(
 
     `projections` are affine maps (B, P, W) -> (B, P, H * D), under the autocast of the caller.
     """
-    contracted, keys_and_values = list[Tensor](), []
+    contracted = list[Tensor]()
+    keys_and_values = []
     for table, project in zip(both, projections, strict=True):
         with torch.autocast(hidden_states.device.type, enabled=False):
             same = contracted and table is both[0]
             x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
             contracted.append(x)  # (B, P, W)
         # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
-        bias, excess = project(x.new_zeros(1, 1, x.shape[2])), (table.sums() - 1.0).unsqueeze(2)
+        bias = project(x.new_zeros(1, 1, x.shape[2]))
+        excess = (table.sums() - 1.0).unsqueeze(2)
         x = project(x)
         x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)
         keys_and_values.append(x.to(accumulation_dtype(x.dtype)))

@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend, merge
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias, pair_means
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, bias_of, mask_bias
 from hf_efficient_attn.ops.features.maps import Features
-from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, count_of, others, query_state, update_state
+from hf_efficient_attn.ops.features.sums import FeatureState, Tokens, add_to_state, count_of, others, query_state
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import plan_lsh
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -41,14 +42,14 @@ class BlockPlan(NamedTuple):
 
 @torch.no_grad()
 def plan_blocks(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, seed: Seed
+    query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, draws: Draws
 ) -> BlockPlan:
     """Plan the near field of (BH, N, D) tokens: blocks of positions, or of a hash with `num_hashes` hyperplanes."""
     num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
     if not num_hashes:
         order = None if key_mask is None else valid_first(key_mask)
         return BlockPlan(order, order, None, num_valid)
-    near = plan_lsh(query, key, size, key_mask, num_hashes, seed)
+    near = plan_lsh(query, key, size, key_mask, num_hashes, draws)
     # `plan_lsh` gives `size` keys from any start. Take the block that contains most of these keys.
     last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
     block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
@@ -68,13 +69,14 @@ def block_attention(
     dropout_p: float,
 ) -> Tensor:
     """Compute attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
-    length, attend_to = query.shape[1], functools.partial(attend, scale=scale, dropout_p=dropout_p)
+    length = query.shape[1]
+    attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *plan: Tensor | None) -> Tensor:
-        own = BlockPlan(*plan)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, own: BlockPlan) -> Tensor:
         query = query if own.query_order is None else take(query, own.query_order)
         if own.key_order is not None:
-            key, value = take(key, own.key_order), take(value, own.key_order)
+            key = take(key, own.key_order)
+            value = take(value, own.key_order)
         tokens = [pad_to_blocks(x, size) for x in (query, key, value)]  # (BH, T, size, .)
         if is_causal:
             out = _causal_blocks(tokens, features, attend_to, dropout_p)
@@ -85,7 +87,7 @@ def block_attention(
 
     num_features = count_of(features, Tokens(query, key, value, None))
     slices = slice_size(length * max(num_features, 2 * size), query.device)
-    return sliced(some_heads, query, key, value, *plan, size=slices, draws=dropout_p > 0.0)
+    return sliced(some_heads, query, key, value, plan, size=slices, draws=dropout_p > 0.0)
 
 
 def _bidirectional_blocks(
@@ -98,12 +100,14 @@ def _bidirectional_blocks(
 ) -> Tensor:
     """Compute attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to all others' features."""
     query, key, value = tokens
-    (num_blocks, size), valid, bias = key.shape[1:3], None, None
+    num_blocks, size = key.shape[1:3]
+    valid = None
+    bias = None
     if plan.num_valid is not None or length % size:
         index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
         valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
         bias = mask_bias(valid, key.dtype).unsqueeze(2)
-    state = others(update_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
+    state = others(add_to_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
     if plan.key_block is not None:
         block = plan.key_block
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
@@ -127,7 +131,7 @@ def _causal_blocks(
     # (BH, T - 1, 2 S, .)
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
     near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
-    state = others(update_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
+    state = others(add_to_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
     far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
     return torch.cat((first.out, merge(near, far).out), 1)
 
@@ -153,31 +157,31 @@ def biased_block_attention(
     """
     length = query.shape[1]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        own = Bias(*rest)
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, own: Bias) -> Tensor:
         query, key, value, position = (pad_to_blocks(x, size) for x in (query, key, value, own.key_position[..., None]))
         valid = (integers(key.shape[1] * size, key.device) < length).view(1, -1, size)  # (1, T, S)
         of_pairs = bias_between(own.table, position[..., 0], position[..., 0]) + mask_bias(valid, key.dtype).unsqueeze(
             2
         )
         near = attend(query, key, value, of_pairs, scale=scale, dropout_p=dropout_p)
-        sums, log = update_state(None, key, value, valid, features)  # (BH, T, F, Dv + 8), (BH, T)
+        sums, log = add_to_state(None, key, value, valid, features)  # (BH, T, F, Dv + 8), (BH, T)
         weight = block_bias(own, size) * LOG2_E + log.unsqueeze(1)  # (BH, T, T)
         log = weight.detach().amax(2).clamp(min=-1e30)
         far = torch.bmm((weight - log.unsqueeze(2)).exp2(), sums.flatten(2)).view_as(sums)
         out = merge(near, query_state(query, FeatureState(far, log), features, dropout_p)).out
         return out.flatten(1, 2)[:, :length]
 
-    positions = (x.expand(len(query), -1) for x in bias[1:])
     rows = slice_size(length * max(4 * size, 2 * key.shape[2]), key.device)
-    table = bias.table.to(accumulation_dtype(key.dtype))
-    return sliced(some_heads, query, key, value, table, *positions, size=rows, draws=dropout_p > 0.0)
+    bias = bias.expanded(len(query), accumulation_dtype(key.dtype))
+    return sliced(some_heads, query, key, value, bias, size=rows, draws=dropout_p > 0.0)
 
 
 def block_bias(bias: Bias, size: int) -> Tensor:
     """Compute the log of the mean of exp(bias) over the pairs of two blocks: (BH, T, T); -inf for a block itself."""
-    table, distance = bias.table, bias.distances(size, ceil_div(bias.key_position.shape[1], size))  # (1 or BH, T, T)
-    end, largest = int(distance.abs().amax()) + size, table.detach().amax(1, keepdim=True)
+    table = bias.table  # (1 or BH, T, T)
+    distance = bias.distances(size, ceil_div(bias.key_position.shape[1], size))
+    end = int(distance.abs().amax()) + size
+    largest = table.detach().amax(1, keepdim=True)
     span = torch.arange(-end, end + 1, device=table.device)
     means = pair_means(bias_of((table - largest).exp(), span), distance, size)
     means = means.clamp(min=torch.finfo(means.dtype).tiny).log() + largest.unsqueeze(2)

@@ -183,14 +183,18 @@ def over_heads(
     Returns:
         (B, H, n, Dv).
     """
-    num_heads, num_kv_heads, size = query.shape[1], key.shape[1], shards.size
+    num_heads = query.shape[1]
+    num_kv_heads = key.shape[1]
+    size = shards.size
     if num_kv_heads % size:
         # Each process needs the key heads of its query heads, so copies of the key heads are sent.
         fits = num_heads % size == 0 and size % num_kv_heads == 0
         repeats = (size if fits else num_heads) // num_kv_heads
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        key = key.repeat_interleave(repeats, 1)
+        value = value.repeat_interleave(repeats, 1)
     # Exchange the tokens of all heads for all tokens of some heads: (B, h, N, .) each.
-    tensors, rank = (query, key, value), shards.rank
+    tensors = (query, key, value)
+    rank = shards.rank
     heads = [[heads_of(r, size, x.shape[1]) for x in tensors] for r in range(size)]
     counts = [[some.stop - some.start for some in of_rank] for of_rank in heads]
     parts = [[x[:, some] for x, some in zip(tensors, of_rank, strict=True)] for of_rank in heads]
@@ -230,7 +234,8 @@ def with_neighbors(tensors: Sequence[Tensor], left: int, right: int, shards: Sha
     parts = [[x[:, :, overlap(shards.rank, r)] for x in tensors] for r in range(shards.size)]
     counts = [overlap(r, shards.rank) for r in range(shards.size)]
     shapes = [[(*x.shape[:2], some.stop - some.start, x.shape[3]) for x in tensors] for some in counts]
-    received, out = exchange(parts, shapes, shards.group), []
+    received = exchange(parts, shapes, shards.group)
+    out = []
     for i, x in enumerate(tensors):
         pieces = [x if r == shards.rank else some[i] for r, some in enumerate(received)]
         out.append(torch.cat(pieces, 2))  # (B, H, before + n + after, .)

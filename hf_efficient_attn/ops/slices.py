@@ -6,7 +6,8 @@ rounding only. With a gradient each slice is computed again in the backward pass
 training step holds the temporaries of one slice, besides the inputs, the results, and what the kernels keep.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results
 
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
-CPU_NUMEL, ACCELERATOR_NUMEL = 1 << 20, 1 << 28
+CPU_NUMEL = 1 << 20
+ACCELERATOR_NUMEL = 1 << 28
 # glibc returns large blocks of freed memory to the system, so that every call would pay for new pages. It raises its
 # limit for "large" to the largest block freed so far, up to 32 MiB. One block of nearly 32 MiB makes it keep the
 # temporaries of a slice: without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
@@ -29,17 +31,18 @@ def slice_size(numel: int, device: torch.device) -> int:
 
 def sliced(
     function: Callable[..., Tensor],
-    *tensors: Tensor | None,
+    *arguments: Any,
     size: int,
     dim: int = 0,
     draws: bool = False,
     recompute: bool = True,
 ) -> Tensor:
-    """Call `function` with slices of the tensors and concatenate the results along `dim`.
+    """Call `function` with slices of the tensors in its arguments and concatenate the results along `dim`.
 
     Args:
-        function: takes the tensors and returns a tensor. It may close over other tensors, with a gradient too.
-        *tensors: of the same size along `dim`, at least 1; or None, which is passed on.
+        function: takes the arguments and returns a tensor. It may close over other tensors, with a gradient too.
+        *arguments: tensors of the same size along `dim`, at least 1; tuples and named tuples, whose tensors are sliced
+            as well; and anything else, such as None, which is passed on.
         size: the size of a slice along `dim`, for example from `slice_size`.
         dim: 0 for heads, 1 for blocks.
         draws: whether the function draws from the global generator, so that the backward pass must draw the same.
@@ -49,19 +52,18 @@ def sliced(
         The same result as one call with the whole tensors.
     """
     if exporting_to_onnx():  # the same graph for every length and batch
-        return function(*tensors)
-    given = [x for x in tensors if x is not None]
-    total = given[0].shape[dim]
+        return function(*arguments)
+    first: Tensor = next(_tensors(arguments))
+    total = first.shape[dim]
     if size >= total:
         # On a CPU slices are small, and so is what autograd keeps of a whole call.
-        recompute = recompute and given[0].device.type != "cpu"
-        return _recomputed(function, tensors, draws) if recompute else function(*tensors)
-    # The gradient of `split` is one concatenation. The gradient of each slice would be a whole tensor of zeros.
-    splits = [[None] * -(-total // size) if x is None else x.split(size, dim) for x in tensors]
-    parts = zip(*splits, strict=True)
+        recompute = recompute and first.device.type != "cpu"
+        return _recomputed(function, arguments, draws) if recompute else function(*arguments)
+    parts = _split(arguments, size, dim, -(-total // size))
     if torch.is_grad_enabled():
         return torch.cat([_recomputed(function, p, draws) if recompute else function(*p) for p in parts], dim)
-    whole, start = None, 0
+    whole = None
+    start = 0
     for part in parts:
         out = function(*part)
         if whole is None:
@@ -72,11 +74,33 @@ def sliced(
     return whole
 
 
-def _recomputed(function: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], draws: bool) -> Tensor:
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, tuple):
+        for part in x:
+            yield from _tensors(part)
+
+
+def _split(x: Any, size: int, dim: int, count: int) -> Sequence[Any]:
+    """Split the tensors in nested tuples into `count` slices: as many tuples of the same types."""
+    if isinstance(x, Tensor):
+        # The gradient of `split` is one concatenation. The gradient of each slice would be a whole tensor of zeros.
+        slices: Sequence[Tensor] = x.split(size, dim)
+        return slices
+    if not isinstance(x, tuple):
+        return [x] * count
+    parts = zip(*(_split(part, size, dim, count) for part in x), strict=True)
+    named: Any = getattr(type(x), "_make", tuple)
+    return [named(part) for part in parts] if x else [x] * count
+
+
+def _recomputed(function: Callable[..., Tensor], arguments: tuple[Any, ...], draws: bool) -> Tensor:
     if not torch.is_grad_enabled():
-        return function(*tensors)
+        return function(*arguments)
     out: Tensor = checkpoint(
-        keeping_results(function), *tensors, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
+        keeping_results(function), *arguments, use_reentrant=False, preserve_rng_state=draws, determinism_check="none"
     )
     return out
 

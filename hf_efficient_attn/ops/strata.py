@@ -10,7 +10,8 @@ from hf_efficient_attn.ops.backends.devices import widened
 from hf_efficient_attn.ops.index import integers
 
 # The bits of an offset, in an index and in a point on a line.
-_BITS, _LINE_BITS = 20, 40
+_BITS = 20
+_LINE_BITS = 40
 
 
 def strata(number: Tensor, offset: Tensor, available: Tensor | int, count: Tensor | int) -> Tensor:
@@ -113,7 +114,8 @@ def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None)
     """
     batch_heads, groups, size = lengths.shape
     if points.dtype == torch.int64:  # sums of integers are exact
-        ends, stretch = (lengths * 2.0**_LINE_BITS).to(torch.int64).cumsum(2), stretch << _LINE_BITS
+        ends = (lengths * 2.0**_LINE_BITS).to(torch.int64).cumsum(2)
+        stretch = stretch << _LINE_BITS
         points = torch.minimum(points, _of_group(ends[..., -1:], group)).clamp_(min=1)
     else:
         ends = lengths.cumsum(2)

@@ -24,19 +24,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import from_float64, widened
-from hf_efficient_attn.ops.draws import draw_sizes, uniform_of_heads
+from hf_efficient_attn.ops.attend import LOG2_E
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, from_float64, widened
+from hf_efficient_attn.ops.draws import Draws, draw_sizes
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, take, valid_first
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Streams of random numbers: the draws begin at the first, and halving uses the second.
-_DRAWS, _HALVING = 5000, 60_000
+_DRAWS = 5000
+_HALVING = 60_000
 # The first draws are of this size. A draw does not see how similar its own pivots are, so early ones must be small.
 _FIRST_DRAW = 8
 # Log weights below `_LEAST`, relative to the largest one, are raised to it. Pivots that add nothing come last.
-_LEAST, _LAST = -1e4, -1e5
+_LEAST = -1e4
+_LAST = -1e5
 # The residual of the unit diagonal below which a pivot adds nothing but rounding.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
 # A bucket has at least this many pairs. Smaller buckets are hardly better than fair draws, and hardly cheaper.
@@ -47,7 +48,7 @@ _TINY = 1e-20
 
 @torch.no_grad()
 def choose_pivots(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: Seed, batch: int, block: int = 64
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, draws: Draws, batch: int, block: int = 64
 ) -> tuple[Tensor, Tensor]:
     """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
 
@@ -61,7 +62,7 @@ def choose_pivots(
         points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
         valid: bool (BH, C), False for candidates that do not exist, or None.
         num_pivots: m, at most C.
-        seed: the seed of the draws.
+        draws: the random numbers.
         batch: B, the number of sequences.
         block: the largest number of pivots that are drawn at a time.
 
@@ -69,9 +70,10 @@ def choose_pivots(
         The indices of different candidates, int64 (BH, m); 0 where none is left, where the second
         result, bool (BH, m), is False.
     """
-    (batch_heads, num_candidates, _), sizes = points.shape, draw_sizes(num_pivots, _FIRST_DRAW, 1, block)
+    batch_heads, num_candidates, _ = points.shape
+    sizes = draw_sizes(num_pivots, _FIRST_DRAW, 1, block)
     # (draws, H, C)
-    numbers = gumbel(len(sizes), num_candidates, batch_heads // batch, seed, points.dtype, points.device)
+    numbers = gumbel(draws, len(sizes), num_candidates, batch_heads // batch, points.dtype)
 
     def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
         return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
@@ -88,13 +90,16 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
     Each draw appends the rows of its pivots to the factor of the Cholesky decomposition: the kernel matrix is about
     factor^T factor.
     """
-    tolerance, ridge = TOLERANCE[points.dtype], 0.1 * TOLERANCE[points.dtype]
+    tolerance = TOLERANCE[points.dtype]
+    ridge = 0.1 * TOLERANCE[points.dtype]
     points = points * LOG2_E**0.5
     half_norm = 0.5 * points.square().sum(2, keepdim=True)  # (BH, C, 1)
     closed = torch.zeros_like(half_norm[..., 0], dtype=torch.bool) if valid is None else ~valid
     norm = (2.0 / LOG2_E) * half_norm[..., 0]
     norm = (norm - norm.masked_fill(closed, 0.0).amax(1, keepdim=True)).clamp(min=_LEAST)
-    residual, picked, was_open = torch.ones_like(norm), [], []
+    residual = torch.ones_like(norm)
+    picked = []
+    was_open = []
     factor = points.new_empty(len(points), 0, points.shape[1])  # (BH, chosen, C)
     for of_draw, size in zip(numbers, sizes, strict=True):
         scores = torch.where(residual > tolerance, residual.log() + norm, _LAST) + of_draw
@@ -127,12 +132,10 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
 
 @constant
 @from_float64
-def gumbel(
-    num_draws: int, num_candidates: int, num_heads: int, seed: Seed, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def gumbel(draws: Draws, num_draws: int, num_candidates: int, num_heads: int, dtype: torch.dtype) -> Tensor:
     """Draw standard Gumbel numbers (draws, H, C). The number of a candidate does not depend on how many there are."""
-    draws = [uniform_of_heads(num_candidates, num_heads, seed, _DRAWS + i, device) for i in range(num_draws)]
-    return -(-torch.stack(draws).mT.log()).log().to(dtype)
+    numbers = [draws.uniform_of_heads(num_candidates, num_heads, _DRAWS + i) for i in range(num_draws)]
+    return -(-torch.stack(numbers).mT.log()).log().to(dtype)
 
 
 def _rounds(kv_len: int, num_samples: int) -> list[tuple[int, int]]:
@@ -148,19 +151,19 @@ def _rounds(kv_len: int, num_samples: int) -> list[tuple[int, int]]:
     return rounds
 
 
-def draw_numbers(kv_len: int, num_samples: int, num_heads: int, seed: Seed, device: torch.device) -> list[Tensor]:
+def draw_numbers(draws: Draws, kv_len: int, num_samples: int, num_heads: int) -> list[Tensor]:
     """Draw float64 numbers in (-1, 1), (H, num_pairs), for each round, the last round first.
 
     The numbers of a round do not depend on earlier rounds, and so not on `kv_len`.
     """
     sizes = [num_pairs for num_pairs, _ in _rounds(kv_len, num_samples)]
-    numbers = uniform_of_heads(sum(sizes), num_heads, seed, _HALVING, device)
+    numbers = draws.uniform_of_heads(sum(sizes), num_heads, _HALVING)
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
 @torch.no_grad()
 def thin(
-    key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, seed: Seed, batch: int
+    key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, draws: Draws, batch: int
 ) -> tuple[Tensor, Tensor]:
     """Keep `num_samples` tokens of each head, or all valid tokens if there are not more, without a gradient.
 
@@ -172,16 +175,18 @@ def thin(
         key_mask: bool (BH, Nk), True for valid tokens, or None.
         num_samples: M, less than Nk.
         scale: factor of the scores.
-        seed: seed of the decisions.
+        draws: the random numbers of the decisions.
         batch: B. All sequences of a batch use the same random numbers.
 
     Returns:
         The tokens that are kept, int64 (BH, M), and the logs of the numbers of tokens that each one stands for, float64
         (BH, M); -inf for an unused entry.
     """
-    (batch_heads, kv_len, _), device, acc_dtype = key.shape, key.device, accumulation_dtype(key.dtype)
+    batch_heads, kv_len, _ = key.shape
+    device = key.device
+    acc_dtype = accumulation_dtype(key.dtype)
     rounds = _rounds(kv_len, num_samples)
-    draws = draw_numbers(kv_len, num_samples, batch_heads // batch, seed, device)
+    numbers = draw_numbers(draws, kv_len, num_samples, batch_heads // batch)
     num_tokens = torch.full((batch_heads, 1), kv_len, device=device)
     num_tokens = num_tokens if key_mask is None else key_mask.sum(1, keepdim=True)
     # Of n tokens and S >= n places, token j is in place floor(j S / n). A place has 0 or 1 tokens.
@@ -195,10 +200,11 @@ def thin(
     num_rounds = widened((num_tokens > sizes).sum(1, keepdim=True))  # rounds that have a pair of two tokens
     # A constant factor of the kernel has no influence. This one prevents overflow. exp2 is several times as fast as exp
     # on a CPU.
-    key, value = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E), value.to(acc_dtype)
+    key = key.to(acc_dtype) * math.sqrt(abs(scale) * LOG2_E)
+    value = value.to(acc_dtype)
     value = value / value.abs().amax((1, 2), keepdim=True).clamp(min=torch.finfo(acc_dtype).tiny)
     shift = key.square().sum(2).amax(1)  # (BH,)
-    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(draws), strict=True):
+    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(numbers), strict=True):
         # The margin belongs to a failure probability of 1/2, divided among the rounds and the pairs of a round.
         margin = 0.5 + (8.0 * num_pairs * num_rounds).clamp(min=1.0).log()
         missing = -num_pairs % bucket
@@ -226,7 +232,8 @@ def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, count
     Returns:
         (BH, T, P, P).
     """
-    keys, values = take(key, pairs.flatten(2)), take(value, pairs.flatten(2))  # (BH, T, 2 P, .)
+    keys = take(key, pairs.flatten(2))  # (BH, T, 2 P, .)
+    values = take(value, pairs.flatten(2))
     kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp2_()  # (BH, T, 2 P, 2 P)
     kernel *= (values @ values.mT).add_(1.0)
     rows = kernel[..., ::2, :] - kernel[..., 1::2, :]  # (BH, T, P, 2 P)
@@ -255,8 +262,10 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
     largest = (norm * counts.amin(-1)).cummax(2).values
     bias = (first - second) / (first + second).clamp(min=1.0)
     threshold = ((bias - draw) * (margin.unsqueeze(2) * norm * largest).clamp(min=_TINY)).to(kernel.dtype)
-    growth, shrinkage = second.to(kernel.dtype).unbind(2), (-first).to(kernel.dtype).unbind(2)
-    error, kept = torch.zeros_like(threshold), []
+    growth = second.to(kernel.dtype).unbind(2)
+    shrinkage = (-first).to(kernel.dtype).unbind(2)
+    error = torch.zeros_like(threshold)
+    kept = []
     for i, limit in enumerate(threshold.unbind(2)):
         keep_second = error[..., i] >= limit
         step = torch.where(keep_second, shrinkage[i], growth[i])
@@ -265,28 +274,33 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
     return torch.stack(kept, 2).unsqueeze(3).long()
 
 
-def thin_naive(key: Tensor, value: Tensor, num_samples: int, draws: list[Tensor], *, scale: float) -> Tensor:
+def thin_naive(key: Tensor, value: Tensor, num_samples: int, numbers: list[Tensor], *, scale: float) -> Tensor:
     """Compute `thin` in the readable form, for float64 keys (Nk, D) and values (Nk, Dv) of one head without padding.
 
-    `draws` are the numbers of this head from `draw_numbers`, (num_pairs,) for each round. Returns float64 (Nk,), how
+    `numbers` are those of this head from `draw_numbers`, (num_pairs,) for each round. Returns float64 (Nk,), how
     many tokens each token stands for; 0 for tokens that are not kept.
     """
-    kv_len, rounds = len(key), _rounds(len(key), num_samples)
+    kv_len = len(key)
+    rounds = _rounds(len(key), num_samples)
     exponent = abs(scale) * key @ key.mT
     kernel = torch.exp(exponent - exponent.diagonal().max()) * (value @ value.mT / value.abs().max() ** 2 + 1.0)
     # Places hold the index and the count of a token.
     places = [(0, 0)] * (num_samples << len(rounds))
     for j in range(kv_len):
         places[j * len(places) // kv_len] = (j, 1)
-    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(draws), strict=True):
-        margin, kept = 0.5 + math.log(8.0 * num_pairs * len(rounds)), []
+    for (num_pairs, bucket), draw in zip(reversed(rounds), reversed(numbers), strict=True):
+        margin = 0.5 + math.log(8.0 * num_pairs * len(rounds))
+        kept = []
         for pair in range(num_pairs):
             if pair % bucket == 0:
-                error, largest = key.new_zeros(kv_len), key.new_zeros(())
-            (i, first), (j, second) = places[2 * pair], places[2 * pair + 1]
+                error = key.new_zeros(kv_len)
+                largest = key.new_zeros(())
+            i, first = places[2 * pair]
+            j, second = places[2 * pair + 1]
             if first and second:
                 difference = key.new_zeros(kv_len)
-                difference[i], difference[j] = 1.0, -1.0
+                difference[i] = 1.0
+                difference[j] = -1.0
                 norm = (difference @ kernel @ difference).clamp(min=0.0).sqrt()
                 largest = torch.maximum(largest, norm * min(first, second))
                 lean = difference @ kernel @ error / (margin * norm * largest).clamp(min=_TINY)

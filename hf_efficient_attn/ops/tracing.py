@@ -230,7 +230,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        part, tensors = ctx.part, ctx.saved_tensors
+        part = ctx.part
+        tensors = ctx.saved_tensors
         if part.is_gradient:
             _refuse_twice(part.name)
         found = iter(_apply(_gradient_of(part), *grads, *tensors))
@@ -250,7 +251,8 @@ class _Call(torch.autograd.Function):
                 f"{part.name}: torch.func.vmap of attention with dropout is not computed: call model.eval(), or set "
                 "the probability of attention dropout to 0"
             )
-        size, dims = info.batch_size, in_dims[1:]
+        size = info.batch_size
+        dims = in_dims[1:]
         if part.by_rows:
             rows = [
                 (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
@@ -310,10 +312,11 @@ def keeping_results(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     if is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return function
 
-    def call(*tensors: Tensor | None) -> Tensor:
-        before, _kept.results = getattr(_kept, "results", None), iter(tuple(results)) if results else results
+    def call(*arguments: Any) -> Tensor:
+        before = getattr(_kept, "results", None)
+        _kept.results = iter(tuple(results)) if results else results
         try:
-            return function(*tensors)
+            return function(*arguments)
         finally:
             _kept.results = before
 

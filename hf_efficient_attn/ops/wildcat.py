@@ -10,7 +10,7 @@ from torch.nn.functional import threshold
 
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import in_float64
-from hf_efficient_attn.ops.clusters import RIDGE, regularized_solve, with_ones
+from hf_efficient_attn.ops.clusters import RIDGE, gaussian_kernel, regularized_solve, with_ones
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
@@ -54,7 +54,8 @@ def attend_to_coreset(
         weighted, bias, middle, half = _weighted(key, value, keys, kernel_scale, drops=dropout_p > 0.0)
         tensors = query[:, None], keys[:, None]
         sums = attend(*tensors, weighted[:, None], bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
-        numerator, denominator = sums[..., :-1], sums[..., -1:]  # (BH, Nq, Dv), (BH, Nq, 1)
+        numerator = sums[..., :-1]  # (BH, Nq, Dv), (BH, Nq, 1)
+        denominator = sums[..., -1:]
         if dropout_p > 0.0:
             numerator = attend(*tensors, weighted[:, None, :, :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
         # Where the denominator is not positive, this divides by infinity.
@@ -78,9 +79,11 @@ def _weighted(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *,
     rows = keys * kernel_scale  # (BH, m, D)
     out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))
     ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
-    middle, half = 0.5 * (ends[1] + ends[0]), 0.5 * (ends[1] - ends[0])
+    middle = 0.5 * (ends[1] + ends[0])
+    half = 0.5 * (ends[1] - ends[0])
     if drops:  # outputs are between 0 and multiples of the values
-        middle, half = torch.zeros_like(middle), ends.abs().amax(0)
+        middle = torch.zeros_like(middle)
+        half = ends.abs().amax(0)
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(value.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
@@ -95,11 +98,9 @@ def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> 
     In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
     """
     points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
-    kernel = points @ points.mT
-    log_size = -0.5 * kernel.diagonal(dim1=1, dim2=2).unsqueeze(2)  # (BH, m, 1)
-    kernel = (kernel + log_size + log_size.mT).clamp(max=0.0).exp()
+    log_size = -0.5 * points.square().sum(2, keepdim=True)  # (BH, m, 1)
     weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
-    weighted = regularized_solve(kernel, with_ones(values) * weights, RIDGE)
+    weighted = regularized_solve(gaussian_kernel(points), with_ones(values) * weights, RIDGE)
     # The size of the weights goes into the exponent of the query.
     size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
     return weighted / size, size.log() + log_size
@@ -110,17 +111,21 @@ def coreset_naive(
 ) -> Tensor:
     """Compute `attend_to_coreset` in the readable form for float64 inputs, with dense weights of all keys."""
     root = kernel_scale.sqrt()
-    points, half_norm = root * keys, 0.5 * (root * keys).square().sum(2, keepdim=True)
+    points = root * keys
+    half_norm = 0.5 * (root * keys).square().sum(2, keepdim=True)
     # exp(<x, y> - |x|^2 / 2) relative to its maximum. The logits below contain the missing factors.
     exponents = points @ (root * key).mT - half_norm  # (BH, m, Nk)
     kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
     identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
     weights = torch.linalg.solve(kernel + RIDGE * identity, kernel_rows)
-    low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
-    middle, half = (low + high) / 2, (high - low) / 2
+    low = value.amin(1, keepdim=True)
+    high = value.amax(1, keepdim=True)
+    middle = (low + high) / 2
+    half = (high - low) / 2
     # Relative to the middle of the range, which is the output if the denominator is not positive.
-    numerators, ones = weights @ (value - middle), weights.sum(2, keepdim=True)
+    numerators = weights @ (value - middle)
+    ones = weights.sum(2, keepdim=True)
     size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
     logits = scale * query @ keys.mT - half_norm.mT  # (BH, Nq, m)
     basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()

@@ -64,7 +64,7 @@ class Chooser(NamedTuple):
             return _exact(_SUBCLASS)
         if query.dim() == key.dim() == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
             return _exact(_BROADCAST)
-        return _exact(_DROPPED) if dropout_p >= 1.0 else self._choose(tensors, masks, is_causal)
+        return _exact(_DROPPED) if dropout_p >= 1.0 else self._choose_by_masks(tensors, masks, is_causal)
 
     def choose_multi_head(self, given: Mapping[str, Any]) -> Choice:
         """Choose for a call of `multi_head_attention_forward`, by its arguments."""
@@ -86,9 +86,9 @@ class Chooser(NamedTuple):
             masks.append(mask if mask.dim() == 2 else mask.unflatten(0, (-1, num_heads)))
         # Here True is for the keys that are masked.
         masks = [~x if x.dtype == torch.bool else x for x in masks]
-        return self._choose(tensors, masks, given["is_causal"])
+        return self._choose_by_masks(tensors, masks, given["is_causal"])
 
-    def _choose(self, tensors: Sequence[Tensor], masks: Sequence[Tensor], is_causal: bool) -> Choice:
+    def _choose_by_masks(self, tensors: Sequence[Tensor], masks: Sequence[Tensor], is_causal: bool) -> Choice:
         """Choose by tensors (B, H, N, .) and masks that broadcast to (B, H, Nq, Nk), True for keys to attend to."""
         query, key, value = tensors
         if not query.dim() == key.dim() == value.dim() == 4 or not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -102,7 +102,7 @@ class Chooser(NamedTuple):
             return _exact(f"{self.config.method} needs as many queries as keys")
         # Reading masks takes time. It is worthwhile if the call is long enough in case that none of them is causal.
         for mask in masks if min(q_len, kv_len) >= max(1, self._least(query, is_causal)) else ():
-            valid, of_mask, reason = _read(mask, query.shape[0], kv_len)
+            valid, of_mask, reason = _read_mask(mask, query.shape[0], kv_len)
             if reason:
                 return _exact(reason)
             key_mask = valid if key_mask is None or valid is None else key_mask & valid
@@ -130,7 +130,7 @@ def _crossover(
     return crossover.crossover_of(config, num_heads, head_dim, dtype=dtype, is_causal=is_causal, device=device)
 
 
-def _read(mask: Tensor, batch: int, kv_len: int) -> Choice:
+def _read_mask(mask: Tensor, batch: int, kv_len: int) -> Choice:
     """Read a mask that broadcasts to (B, H, Nq, Nk): it may be a mask of keys, a causal one, or both in one.
 
     Masks that are added to the scores are 0 for keys to attend to, and very negative for the others.
@@ -144,7 +144,7 @@ def _read(mask: Tensor, batch: int, kv_len: int) -> Choice:
     if not is_bool or mask.shape[1] != 1 or mask.shape[2] != 1:
         if not tracing.has_values(mask):
             return _exact("the values of the mask cannot be read in a graph or a transform of torch.func")
-        only_masks, of_keys, is_causal = _values_of(mask)
+        only_masks, of_keys, is_causal = _facts_of_mask(mask)
         if not only_masks:
             return _exact(_BIAS)
         if not of_keys and not is_causal:
@@ -154,7 +154,7 @@ def _read(mask: Tensor, batch: int, kv_len: int) -> Choice:
     return Choice(valid.expand(batch, kv_len), is_causal, "")
 
 
-def _values_of(mask: Tensor) -> list[bool]:
+def _facts_of_mask(mask: Tensor) -> list[bool]:
     """Whether a mask (B, H, Nq, Nk) only masks, is one of keys, and is a causal one with a mask of keys.
 
     The values are read once, because an accelerator is waited for.

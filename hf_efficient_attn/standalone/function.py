@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.layers import Layer, layer_seed
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig, implementation_entry
+from hf_efficient_attn.integration.layers import Layer
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, implementation_entry, layer_seed
 from hf_efficient_attn.methods import attention
 
 # Arguments without an effect on attention, because a model has used them already or needs them later.
@@ -78,7 +78,7 @@ def _refuse(method: str, problem: str) -> NoReturn:
 
 
 def _settings(method: str, module: nn.Module) -> EfficientAttentionConfig:
-    """The choice in the config of a module's model, or the method with its default hyperparameters."""
+    """The settings in the config of a module's model, or the method with its default hyperparameters."""
     config = getattr(module, "config", None)
     stored = getattr(config, "efficient_attention", None)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):

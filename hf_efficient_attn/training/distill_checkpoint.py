@@ -42,7 +42,7 @@ class Plan:
     """What `distill_checkpoint` reads and makes, and how it trains.
 
     Attributes:
-        source, output, max_length, base_model, force, allow_pickle: as in `convert_checkpoint`.
+        source, output, max_length, base_model, force, allow_pickle: as in `convert_saved_model`.
         data: as for `ModelData`: texts or pictures, one or several files or folders.
         device: where PyTorch computes; None for the CPU.
         method, hyperparameters, layers, loss, options: as in `hea.distill`.
@@ -95,7 +95,7 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
     About a twentieth of the batches is held out to measure the error of each layer before and after the training. The
     state of the training is saved in the folder OUTPUT.partial. A call with the same arguments continues from there,
     bit for bit, and one with more steps in the first stage continues, too. After a fine-tuning the folder is removed at
-    the end; otherwise it stays, for a call with more steps. The output is written as by `convert_checkpoint`, with
+    the end; otherwise it stays, for a call with more steps. The output is written as by `convert_saved_model`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
     In a distributed training all processes call it. Each learns from its own part of the batches, and process 0 writes
@@ -107,7 +107,7 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
             At the end of `minutes` the training is interrupted, after one step at least.
 
     Returns:
-        The report of `convert_checkpoint` (in process 0), "state", the folder of the state if it stays, else None, and
+        The report of `convert_saved_model` (in process 0), "state", the folder of the state if it stays, else None, and
         "distillation", the contents of distillation.json. In it "resumed_at" is the step from which this call
         continued, "layers" are the errors of the layers before and after, without fine-tuning, "outputs" the losses of
         the fine-tuning on the held-out data, and "history" has for every `save_steps` the stage, the step, the mean
@@ -154,16 +154,7 @@ class _CheckpointRun:
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
         # The stages that have begun.
         self._stages: list[steps.Training] = []
-        # Plain values, by the names of options, that must be equal when the work is continued.
-        self._request = {
-            "version": FORMAT_OF_STATE,
-            "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
-            "data": data.digest(data.rows),
-            "settings": repr(dict(model.config.efficient_attention or {})),
-            **plan.to_dict(),
-            "max_length": plan.max_length,
-            "processes": steps.world_size(),
-        }
+        self._request = self._make_request()
         inputs_of_state = {"data": data.digest(state.rows)} if state.is_longer else {}
         state.check({**self._request, **inputs_of_state}, plan.to_dict())
         # The saved state of every stage that has begun.
@@ -174,12 +165,30 @@ class _CheckpointRun:
         # The number of steps that the saved state contains.
         self._saved_at = sum(stage["step"] for stage in self._saved) or None
         self._is_over = False
+        self._about = self._describe()
+
+    def _make_request(self) -> dict[str, Any]:
+        """Plain values, by the names of options, that must be equal when the work is continued."""
+        plan, checked, model = self._plan, self._conversion.checked, self.model
+        return {
+            "version": FORMAT_OF_STATE,
+            "source": digest(repr(sorted(checked.config.items(), key=str)), *model.state_dict().values()),
+            "data": self._data.digest(self._data.rows),
+            "settings": repr(dict(model.config.efficient_attention or {})),
+            **plan.to_dict(),
+            "max_length": plan.max_length,
+            "processes": steps.world_size(),
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        """What is known of "distillation" before the training."""
+        plan, data = self._plan, self._data
         inputs = {"rows": plan.batch_size * len(data.train), "held_out": plan.batch_size * len(data.held_out)}
-        self._about = {
+        return {
             "format": FORMAT,
-            "source": checked.title,
+            "source": self._conversion.checked.title,
             "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
-            "machine": machine(model),
+            "machine": machine(self.model),
             "data": {"name": data.name, **inputs},
             "tokens": data.tokens,
             "plan": plan.to_dict(),

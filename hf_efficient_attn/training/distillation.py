@@ -27,12 +27,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, shown, unknown_name
-from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_output, forward
+from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_attention_of, forward
 from hf_efficient_attn.evaluation.progress import partial_result
-from hf_efficient_attn.integration.configs import method_of
 from hf_efficient_attn.integration.learned import LearnedParameters, learned_of
 from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, method_of
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions, make_teacher
 from hf_efficient_attn.training.steps import DivergedError, LayerLoss, OnStep, Training, batch_stream
@@ -161,7 +160,7 @@ class Distillation(Training):
         num_steps: int,
         loss: str = "output",
         options: DistillationOptions | None = None,
-        teacher: Callable[[Call], Tensor] = exact_output,
+        teacher: Callable[[Call], Tensor] = exact_attention_of,
         fixed: Collection[Tensor] = (),
     ) -> None:
         if loss not in LOSSES:
@@ -250,7 +249,7 @@ def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor],
     for keys in positions.split(_BLOCK):
         columns = torch.eq(positions[:, None], keys).to(call.value.dtype)
         block = call._replace(value=columns.expand(*call.value.shape[:2], -1, -1))
-        weights = exact_output(block) * valid[..., None]  # (B, H, Nq, block)
+        weights = exact_attention_of(block) * valid[..., None]  # (B, H, Nq, block)
         entropy = -factor * (weights * block.compute(config, parameters).float().clamp(min=_LEAST).log()).sum()
         # The cast of parameters to another dtype is shared by all blocks.
         entropy.backward(retain_graph=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_efficient_attn.conversion.convert import choice_of
+from hf_efficient_attn.conversion.convert import requested_settings
 from hf_efficient_attn.errors import UnsupportedAttentionError, as_dict, shown, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.settings import EXACT
@@ -167,7 +167,7 @@ def _make_stage(given: Any, before: Stage | None) -> Stage:
     if isinstance(attention, str):
         attention = EXACT if attention == "exact" else attention
         values = _inherited(attention, before) | values
-    settings = choice_of(attention, layers, values)
+    settings = requested_settings(attention, layers, values)
     name = str(settings.method if settings else attention)
     if isinstance(distill, bool) or not isinstance(distill, int) or distill < 0:
         raise UnsupportedAttentionError(

@@ -9,6 +9,7 @@ depends only on the model, the batches and the options, so that a resumed traini
 """
 
 import contextlib
+import functools
 import gc
 import inspect
 import random
@@ -17,21 +18,21 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import Batch, Call, exact_output
-from hf_efficient_attn.integration.configs import method_of, settings_of
+from hf_efficient_attn.evaluation.capture import Batch, Call, exact_attention_of
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig, method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, get_method, learns
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
@@ -126,25 +127,14 @@ def switch_stage(
     inner = unwrap(model)
     roots = transformers_models(inner)
     state, name, before = Snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
-    # The method of each attention module, None if it is exact, and its learned parameters.
-    former: dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]] = {}
-    for one in (one for root in roots for one in attention_modules(root)):
-        learned = learned_of(one.module)
-        former[one.module] = one.chosen, {} if learned is None else learned.tensors()
-
-    def compute(call: Call) -> Tensor:
-        method, parameters = former.get(call.module, (None, {}))
-        if (method := call.chosen(method)) is None:
-            return exact_output(call)
-        # Parameters that the model no longer has did not move with it to another device.
-        return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
-
+    former = _attention_of_modules(roots)
     convert(inner, stage.settings or stage.attention)
     try:
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
         distilled = None
         if stage.distill and batches is not None:
-            distilled = _distill(inner, stage, batches, options or DistillationOptions(), (compute, carried))
+            teacher = functools.partial(_compute_as, former)
+            distilled = _distill(inner, stage, batches, options or DistillationOptions(), (teacher, carried))
     except BaseException:
         state.restore()
         raise
@@ -163,14 +153,43 @@ def switch_stage(
         if optimizer is not None:
             _update_optimizer(optimizer, before, after)
         if world_size() > 1:
-            # Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
-            for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-                if getattr(wrapper, "module", None) is inner:
-                    _rebuild(wrapper)
+            _rebuild_wrappers_of(inner)
     if "torch._dynamo" in sys.modules:
         # Compiled graphs contain the previous attention; the next step compiles again.
         torch.compiler.reset()
     return record
+
+
+# Attention module -> its method, None if it is exact, and its learned parameters.
+_Attention: TypeAlias = dict[nn.Module, tuple[MethodConfig | None, dict[str, Tensor]]]
+
+
+def _attention_of_modules(roots: Sequence[PreTrainedModel]) -> _Attention:
+    """What the attention modules of some models compute."""
+    found: _Attention = {}
+    for one in (one for root in roots for one in attention_modules(root)):
+        learned = learned_of(one.module)
+        found[one.module] = one.chosen, {} if learned is None else learned.tensors()
+    return found
+
+
+def _compute_as(former: _Attention, call: Call) -> Tensor:
+    """The output of a call as its module computed it before a switch."""
+    method, parameters = former.get(call.module, (None, {}))
+    if (method := call.chosen(method)) is None:
+        return exact_attention_of(call)
+    # Parameters that the model no longer has did not move with it to another device.
+    return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
+
+
+def _rebuild_wrappers_of(model: nn.Module) -> None:
+    """Rebuild the `DistributedDataParallel` around a model whose parameters have changed.
+
+    Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
+    """
+    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+        if getattr(wrapper, "module", None) is model:
+            _rebuild(wrapper)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ DATA is as for recipes.benchmarks.tasks, with `images/imagenette160-val-1000.zip
 `models/gpt2-books`.
 
 Duration: on one core 10 to 20 minutes for a method with the default numbers of steps, mostly for the second stage.
-Expected: the table of docs/training_results.md.
+Expected: the table of recipes/README.md.
 """
 
 import copy
@@ -274,10 +274,12 @@ def main(
         exact = what.evaluate(what.load().eval())
     rows = []
     for label, config in configs.items():
-        rows.append({"attention": label, "exact": exact, **distilled_figures(what, config, steps, options)})
+        rows.append(
+            {"task": task, "attention": label, "exact": exact, **distilled_figures(what, config, steps, options)}
+        )
         tqdm.write(str(rows[-1]))
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: f"{{{name}:.3f}}" for name in names} | {"attention": "{attention}"}
+    columns = {name: f"{{{name}:.3f}}" for name in names} | {"task": "{task}", "attention": "{attention}"}
     stages = f"{steps} steps of distillation, {finetune_steps} of fine-tuning"
     note = f"{what.figure} of {task}: {stages} ({target}, learning rate {rate:g})."
     commands.report([names | row for row in rows], columns, note, csv=csv)

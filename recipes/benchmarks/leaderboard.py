@@ -19,7 +19,7 @@ A row of leaderboard.json has these keys:
 - "machine": processor, device, threads, dtype and versions
 
 leaderboard.md has the rows as tables, the smallest error of the last hidden states first, and leaderboard.png shows
-error and speed. Duration: half an hour on two idle cores. Expected: docs/leaderboard.md.
+error and speed. Duration: half an hour on two idle cores. Expected: the leaderboard of docs/results.md.
 """
 
 import contextlib

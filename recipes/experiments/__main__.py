@@ -39,7 +39,7 @@ from hf_efficient_attn.cli import main_of, table
 from hf_efficient_attn.cli.demo import minilm_folder
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.io.json import read_json_object
-from recipes.common.commands import Data, Picture, data_folder, new_app, option, save
+from recipes.common.commands import Csv, Data, Picture, data_folder, new_app, option, save, write
 from recipes.common.memory import ROOT
 from recipes.common.reporting import METRICS, mean_and_range, smoothed
 
@@ -152,15 +152,17 @@ def run(
 
 
 @app.command(epilog="Example: python -m recipes.experiments show runs/glue")
-def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")]) -> None:
+def show(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")], csv: Csv = None
+) -> None:
     """Print the table of existing runs."""
     if not folder.is_dir():
         raise UnsupportedAttentionError(f"{folder} holds no runs: make them with the command run")
-    show_group(folder.name, group_of(folder.name, data_folder(None)), folder)
+    show_group(folder.name, group_of(folder.name, data_folder(None)), folder, csv)
 
 
-def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
-    """Print a table with a line for each attention that has run, and a column for each figure."""
+def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path | None = None) -> None:
+    """Print a table with a line for each attention that has run, and a column for each figure; write it as CSV."""
     lines, seeds = [], 1
     for line in group.attention:
         reports = {task: reports_of(folder, line, task).values() for task in group.tasks}
@@ -173,6 +175,7 @@ def show_group(name: str, group: Group, folder: pathlib.Path) -> None:
             seeds = max(seeds, len(values))
             cells.append(mean_and_range(values, 0 if ", MiB" in column else 3))
         lines.append((line, *cells))
+    write([dict(zip(("attention", *group.figures), line, strict=True)) for line in lines], csv)
     typer.echo(table((name, *group.figures), lines))
     several = f"With ±: the mean and half the range of {seeds} seeds; otherwise one seed."
     typer.echo(f"\n{group.note} " + (several if seeds > 1 else "One seed."))

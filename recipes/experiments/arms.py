@@ -15,7 +15,7 @@ or CoLA. For pictures it is DeiT-tiny. Its task is Imagenette, ten classes of Im
 the training, 20 for the measurement. A second figure shows what is left of the other classes: top-1 on a thousand
 photographs, one of each class.
 
-Duration: on one core 5 to 20 minutes for each task and seed. Expected: the table of docs/training_results.md.
+Duration: on one core 5 to 20 minutes for each task and seed. Expected: the table of recipes/README.md.
 """
 
 import copy
@@ -219,7 +219,10 @@ def run(
 
 
 @app.command(epilog="Example: python -m recipes.experiments.arms show runs/glue")
-def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Results of one group.")]) -> None:
+def show(
+    folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Results of one group.")],
+    csv: commands.Csv = None,
+) -> None:
     """Print the table of existing results."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-*.json"))]
     if not results:
@@ -229,7 +232,9 @@ def show(folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="
     for arm in ("exact", *ARMS):
         values = ([r["figures"][arm][name] for r in results if r["task"] == task] for task, name in columns)
         lines.append((arm, *map(mean_and_range, values)))
-    typer.echo(table(("arm", *(f"{task}, {name}" for task, name in columns)), lines))
+    headers = ("arm", *(f"{task}, {name}" for task, name in columns))
+    commands.write([dict(zip(headers, line, strict=True)) for line in lines], csv)
+    typer.echo(table(headers, lines))
     costs = [
         f"{name} {statistics.median(r['seconds_per_step'][name] for r in results):.2f}"
         for name in results[0]["seconds_per_step"]

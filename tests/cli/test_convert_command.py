@@ -16,7 +16,7 @@ from helpers.commands import command, interrupt, read, refused, run_json, same, 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from hf_efficient_attn.io.writing import replacing, write_results
 from tiny_models import FAMILIES, SIZES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
@@ -51,7 +51,7 @@ def source(tmp_path):
 
 
 def linformer(source, output, **options):
-    return convert_checkpoint(source, output, "linformer", hyperparameters={"projection_dim": 8}, **options)
+    return convert_saved_model(source, output, "linformer", hyperparameters={"projection_dim": 8}, **options)
 
 
 CONVERTED = [("bert", "longformer"), ("gpt2", "eva"), ("vit", "linformer")]
@@ -64,7 +64,7 @@ rest = [(family, name) for family in FAMILIES for name in ("longformer", "eva") 
 def test_conversion_and_back(family, method, tmp_path):
     source, cls = save(tmp_path / "source", family), tiny_class(family, head=True)
     hyperparameters = {"proposal": "learned"} if method == "eva" else SMALL[method]
-    done = convert_checkpoint(source, tmp_path / "converted", method, hyperparameters=hyperparameters)
+    done = convert_saved_model(source, tmp_path / "converted", method, hyperparameters=hyperparameters)
     after, before = tensors(tmp_path / "converted"), tensors(source)
     assert {name for name in after if name not in before} == set(done["parameters"]["new"])
     assert bool(done["parameters"]["new"]) == (method != "longformer")
@@ -76,7 +76,7 @@ def test_conversion_and_back(family, method, tmp_path):
     converted = hea.convert(cls.from_pretrained(source), method, **hyperparameters).eval()
     assert type(loaded) is cls and loaded.config._attn_implementation == method
     assert torch.equal(output(loaded, inputs), output(converted, inputs))
-    back = convert_checkpoint(tmp_path / "converted", tmp_path / "back", "sdpa")
+    back = convert_saved_model(tmp_path / "converted", tmp_path / "back", "sdpa")
     assert same(before, tensors(tmp_path / "back")) and read(tmp_path / "back") == read(source)
     assert back["parameters"]["dropped"] == done["parameters"]["new"] and not back["parameters"]["new"]
     assert back["load"].startswith("from transformers") and done["load"].startswith("import hf_efficient_attn")
@@ -129,7 +129,7 @@ def test_experts_stay_as_they_are_in_files(tmp_path):
     """Files have the experts of a layer one by one, and the model has all of them in one tensor."""
     config = transformers.MixtralConfig(**SIZES, vocab_size=60, num_key_value_heads=2, num_local_experts=2)
     transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "source")
-    convert_checkpoint(tmp_path / "source", tmp_path / "out", "eva", hyperparameters={"proposal": "learned"})
+    convert_saved_model(tmp_path / "source", tmp_path / "out", "eva", hyperparameters={"proposal": "learned"})
     before, after = tensors(tmp_path / "source"), tensors(tmp_path / "out")
     assert len(after) == len(before) + 4 and same(before, {name: after[name] for name in before})
 
@@ -154,7 +154,7 @@ def test_shards_stay_shards(tmp_path):
             assert name in opened.keys()  # noqa: SIM118
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in written.values())
     transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
-    convert_checkpoint(tmp_path / "out", tmp_path / "back", "sdpa")
+    convert_saved_model(tmp_path / "out", tmp_path / "back", "sdpa")
     assert read(tmp_path / "back", INDEX) == read(source, INDEX)
     for name in names:
         assert same(load_file(source / name), load_file(tmp_path / "back" / name))
@@ -168,7 +168,7 @@ def test_tokenizer_and_other_files_are_copied_unchanged(source, tmp_path, capsys
         (source / name).write_bytes(raw)
     dense = "2_Dense/model.safetensors"
     save_file({"linear.weight": torch.ones(2, 2)}, source / dense)
-    done = convert_checkpoint(source, tmp_path / "out", "linear")
+    done = convert_saved_model(source, tmp_path / "out", "linear")
     for name in (*COMPANIONS, dense):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     ours = {"config.json", "model.safetensors", "efficient_attention.json", "README.md", dense}
@@ -257,7 +257,7 @@ def test_a_file_can_give_the_methods_of_the_layers(source, tmp_path, capsys):
 
 
 def test_from_one_method_to_another(source, tmp_path, capsys):
-    convert_checkpoint(source, tmp_path / "a", "linformer", hyperparameters={"projection_dim": 8, "share": "none"})
+    convert_saved_model(source, tmp_path / "a", "linformer", hyperparameters={"projection_dim": 8, "share": "none"})
     model = load_model(open_checkpoint(tmp_path / "a"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -268,7 +268,7 @@ def test_from_one_method_to_another(source, tmp_path, capsys):
     trained = {name: tensor for name, tensor in tensors(tmp_path / "a").items() if "learned" in name}
     assert len(trained) == 4
 
-    kept = convert_checkpoint(tmp_path / "a", tmp_path / "same", "linformer", layers=[1])
+    kept = convert_saved_model(tmp_path / "a", tmp_path / "same", "linformer", layers=[1])
     assert [name for name in trained if name not in tensors(tmp_path / "same")] == kept["parameters"]["dropped"]
     assert len(kept["parameters"]["dropped"]) == 2 and kept["settings"]["projection_dim"] == 8
     for name, tensor in tensors(tmp_path / "same").items():
@@ -278,11 +278,11 @@ def test_from_one_method_to_another(source, tmp_path, capsys):
     assert "4 dropped" in out and err == ""
     assert not any("learned" in name for name in tensors(tmp_path / "other"))
 
-    changed = convert_checkpoint(tmp_path / "a", tmp_path / "b", "linformer", hyperparameters={"projection_dim": 4})
+    changed = convert_saved_model(tmp_path / "a", tmp_path / "b", "linformer", hyperparameters={"projection_dim": 4})
     assert set(changed["parameters"]["new"]) == set(trained)
     assert changed["settings"]["share"] == "none"
-    refuses("learned tables", convert_checkpoint, tmp_path / "a", tmp_path / "c", "linformer", max_length=256)
-    convert_checkpoint(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
+    refuses("learned tables", convert_saved_model, tmp_path / "a", tmp_path / "c", "linformer", max_length=256)
+    convert_saved_model(tmp_path / "a", tmp_path / "c", "nystromformer", max_length=256)
 
 
 def test_configs_without_a_class_or_with_an_implementation_that_is_not_installed(tmp_path):
@@ -291,7 +291,7 @@ def test_configs_without_a_class_or_with_an_implementation_that_is_not_installed
     config = read(source)
     del config["architectures"]
     (source / "config.json").write_text(json.dumps({**config, "attn_implementation": "flash_attention_2"}))
-    done = convert_checkpoint(source, tmp_path / "out", "linear")
+    done = convert_saved_model(source, tmp_path / "out", "linear")
     assert done["architecture"] == "BertModel" and "AutoModel" in done["notes"][0]
     assert any("no pooler" in note for note in done["notes"])
     assert same(tensors(source), tensors(tmp_path / "out"))  # a missing pooler is not added
@@ -482,7 +482,7 @@ def test_outputs_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
         *(("x" * length, f"{no_name}File name too long") for length in (300, 245)),
         (tmp_path / "file/a/b/out", f"{no_name}Not a directory"),
     ]:
-        refuses(message, checkpoint_conversion.convert_checkpoint, source, folder, "linear", force=True)
+        refuses(message, checkpoint_conversion.convert_saved_model, source, folder, "linear", force=True)
     assert tree(tmp_path) == before
 
 

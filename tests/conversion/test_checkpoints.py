@@ -21,7 +21,7 @@ from each import refuses
 from helpers.commands import read, same, tensors
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import quiet
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint, describe, exact_lengths, num_positions
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model, describe, exact_lengths, num_positions
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
 from tiny_models import SMALL, T2T_VIT, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_loaded_with_another_method(tmp_path):
 def tiny_t2t_vit(folder):
     T2TViTForImageClassification(T2TViTConfig(**T2T_VIT)).save_pretrained(folder / "exact")
     chosen = {"num_samples": 8, "block_size": 8}
-    return convert_checkpoint(folder / "exact", folder / "out", "kdeformer", hyperparameters=chosen, layers=["t2t.0"])
+    return convert_saved_model(folder / "exact", folder / "out", "kdeformer", hyperparameters=chosen, layers=["t2t.0"])
 
 
 def test_a_model_of_this_package_is_loaded_as_its_card_says(tmp_path):
@@ -198,7 +198,7 @@ def test_a_model_of_this_package_is_loaded_as_its_card_says(tmp_path):
     assert "- Layers: t2t.0; the other layers are exact." in card
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert loaded.config.efficient_attention["layers"] == ["t2t.0"]
-    back = convert_checkpoint(tmp_path / "out", tmp_path / "back", "sdpa")
+    back = convert_saved_model(tmp_path / "out", tmp_path / "back", "sdpa")
     assert back["load"].startswith("import hf_efficient_attn\n")
     text = (tmp_path / "back" / "README.md").read_text()
     assert "the package `hf_efficient_attn`, which contains the model" in text and "import hf_efficient_attn\n" in text
@@ -238,7 +238,7 @@ def test_max_length_raises_every_limit(tmp_path):
     tokenizer = read(source, "tokenizer.json")
     tokenizer["truncation"] = {"direction": "Right", "max_length": 69, "strategy": "LongestFirst", "stride": 0}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-    done = convert_checkpoint(source, tmp_path / "out", "linear", max_length=300)
+    done = convert_saved_model(source, tmp_path / "out", "linear", max_length=300)
     for key, old in [("max_seq_length", 64), ("tokenizer_args.model_max_length", 65), ("truncation.max_length", 69)]:
         assert any(f"{key} 300 in place of {old}; the rest is unchanged" in note for note in done["notes"])
     assert {"file": NAME, "key": "max_seq_length", "before": 64, "after": 300} in done["limits"]
@@ -273,26 +273,26 @@ def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):
     note = (
         "texts are truncated at 64 tokens (max_seq_length in sentence_bert_config.json), although the model takes 128"
     )
-    first = convert_checkpoint(source, tmp_path / "first", "linear")
+    first = convert_saved_model(source, tmp_path / "first", "linear")
     assert any(note in text and "--max-length 128" in text for text in first["notes"]) and first["limits"] == []
     assert read(tmp_path / "first", NAME) == {"max_seq_length": 64}
     # What the note says works, and then there is nothing to note.
-    second = convert_checkpoint(tmp_path / "first", tmp_path / "second", "linear", max_length=128)
+    second = convert_saved_model(tmp_path / "first", tmp_path / "second", "linear", max_length=128)
     assert read(tmp_path / "second", NAME) == {"max_seq_length": 128} and second["positions"] == 128
-    third = convert_checkpoint(tmp_path / "second", tmp_path / "third", "linear")
+    third = convert_saved_model(tmp_path / "second", tmp_path / "third", "linear")
     assert not any("truncated" in text for text in [*second["notes"], *third["notes"]])
     assert sentence_limit(tmp_path / "third")["before"] == 128
     (source / NAME).write_text("[]")
-    refuses(NAME, convert_checkpoint, source, tmp_path / "no", "linear", max_length=300)
+    refuses(NAME, convert_saved_model, source, tmp_path / "no", "linear", max_length=300)
     assert not (tmp_path / "no").exists()
 
 
 def test_rotary_positions_need_no_extension_up_to_what_the_model_takes(tmp_path):
     source = sentence_model(tmp_path / "source", "llama", **{NAME: {"max_seq_length": 64}})
-    done = convert_checkpoint(source, tmp_path / "out", "linear", max_length=128)
+    done = convert_saved_model(source, tmp_path / "out", "linear", max_length=128)
     assert read(tmp_path / "out", NAME) == {"max_seq_length": 128} and done["parameters"]["new"] == []
     words = r"--max-length 129: .*raise max_position_embeddings"
-    refuses(words, convert_checkpoint, source, tmp_path / "no", "linear", max_length=129)
+    refuses(words, convert_saved_model, source, tmp_path / "no", "linear", max_length=129)
     refuses(r"cannot be extended: .*interpolate_pos_encoding=True", hea.extend_positions, tiny_model("vit"), 300)
 
 
@@ -300,8 +300,8 @@ def test_a_model_in_the_folder_of_a_module(tmp_path):
     """An old layout of sentence-transformers: the Transformer has a folder like every other module."""
     inner = sentence_model(tmp_path / "whole" / "0_Transformer", **{NAME: {"max_seq_length": 64}})
     (tmp_path / "whole" / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}]))
-    refuses(r"no config\.json.*modules\.json", convert_checkpoint, tmp_path / "whole", tmp_path / "out", "linear")
-    convert_checkpoint(inner, tmp_path / "out", "linear", max_length=300)
+    refuses(r"no config\.json.*modules\.json", convert_saved_model, tmp_path / "whole", tmp_path / "out", "linear")
+    convert_saved_model(inner, tmp_path / "out", "linear", max_length=300)
     assert read(tmp_path / "out", NAME) == {"max_seq_length": 300}
 
 

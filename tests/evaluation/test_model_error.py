@@ -13,9 +13,10 @@ from helpers.commands import run
 from helpers.encoder_decoders import tiny
 from hf_efficient_attn.analysis.matrices import operator_norm
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError, exact_rows
-from hf_efficient_attn.integration.masks import read_mask
+from hf_efficient_attn.integration.inputs import read_mask
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
-from hf_efficient_attn.ops.nearfar.within_bound import RowError, row_error, sample_rows
+from hf_efficient_attn.ops.row_error import RowError, row_error, sample_rows
 from instances import inputs, numbers, padding_mask
 from recipes.benchmarks import error_bound as recipe
 from tiny_models import output, tiny_batch, tiny_model
@@ -181,9 +182,8 @@ def test_methods_that_are_exact_are_refused(data, capsys):
 
 
 def sample(heads, q_len, num_rows, query_mask=None, seed=0, num_heads=None):
-    return sample_rows(
-        heads, q_len, num_rows, query_mask, num_heads=num_heads or heads, seed=seed, device=torch.device("cpu")
-    )
+    draws = Draws(seed, torch.device("cpu"))
+    return sample_rows(heads, q_len, num_rows, query_mask, num_heads=num_heads or heads, draws=draws)
 
 
 def row_error_naive(

@@ -23,6 +23,7 @@ from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argum
 from hf_efficient_attn.integration.nearfar_cache import NearFarLayer
 from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import attention_with_state, naive_attention
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar import growing
 from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, empty_coreset
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
@@ -496,9 +497,16 @@ def add_keys_naive(
 def test_merging_is_that_of_the_readable_form(length):
     _, key, value = (x[0] for x in inputs(1, 3, 90, 8, value_dim=5, dtype=torch.float64))
     key = key * length
-    first = add_keys(empty_coreset(key, value, 16), key[:, :50], value[:, :50], scale=0.3, seed=0, batch=1)
+    first = add_keys(
+        empty_coreset(key, value, 16),
+        key[:, :50],
+        value[:, :50],
+        scale=0.3,
+        draws=Draws(0, key.device),
+        batch=1,
+    )
     mask = (torch.arange(40) % 5 > 0).expand(3, -1)
-    both = add_keys(first, key[:, 50:], value[:, 50:], mask, scale=0.3, seed=1, batch=1)
+    both = add_keys(first, key[:, 50:], value[:, 50:], mask, scale=0.3, draws=Draws(1, key.device), batch=1)
     for head in range(3):
         alive = both.clusters[head, :, -1] > 0
         old = type(first)(*(x[head] for x in first))

@@ -10,7 +10,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from tiny_models import IMAGE, SIZES, SMALL, enlarged, output, tiny_config
 
 TOKENS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
@@ -107,11 +107,11 @@ def test_the_command_converts_the_encoder(tmp_path):
         model, source, target = pair(names), tmp_path / names, tmp_path / f"{names}-converted"
         model.save_pretrained(source)
         options = {"layers": ["encoder"], "hyperparameters": SMALL["nystromformer"]}
-        convert_checkpoint(source, target, "nystromformer", **options)
+        convert_saved_model(source, target, "nystromformer", **options)
         loaded, inputs = type(model).from_pretrained(target), inputs_of(model)
         CHOICES["encoder"](model)
         assert torch.equal(output(loaded, inputs), output(model, inputs))
-        convert_checkpoint(target, tmp_path / f"{names}-exact", "sdpa")
+        convert_saved_model(target, tmp_path / f"{names}-exact", "sdpa")
         assert "efficient_attention" not in (tmp_path / f"{names}-exact" / "config.json").read_text()
 
 

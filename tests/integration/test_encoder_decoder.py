@@ -12,6 +12,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from helpers.encoder_decoders import FAMILIES, inputs_of, tiny
 from hf_efficient_attn.integration import layers as naming
+from hf_efficient_attn.integration.settings import layer_seed
 from tiny_models import IMAGE, SIZES, SMALL, enlarged, output, tiny_batch, tiny_model
 
 # Methods without a causal form, which only an encoder can use, and one with a state that decodes.
@@ -156,9 +157,9 @@ def test_ranges_of_names():
 def test_every_layer_has_its_own_seed_which_is_equal_in_every_process():
     names = [f"{stack}.{i}.{part}" for stack in ("encoder", "stage") for i in range(500) for part in ("", "a", "b1")]
     layers = [*range(200), "t2t.0", "t2t.1", *names]
-    seeds = [naming.layer_seed(layer) for layer in layers]
+    seeds = [layer_seed(layer) for layer in layers]
     assert len(set(seeds)) == len(layers) and max(seeds) < 2**31 and seeds[:3] == [1000003, 2000006, 3000009]
-    assert naming.layer_seed("t2t.0") == 1190956767
+    assert layer_seed("t2t.0") == 1190956767
 
 
 def test_invalid_layers_are_refused():

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.model_types import sizes
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from tiny_models import DECODERS, IMAGE, SIZES, output, tiny_batch, tiny_model
 
 auto = transformers.AutoModel
@@ -99,7 +99,7 @@ def test_every_way_of_switching_refuses_the_model(kind, tmp_path):
         ways += [
             lambda: type(model)(config_of(kind, **values, efficient_attention={"method": method})),
             lambda: hea.convert(model, method, layers=[1]),
-            lambda: convert_checkpoint(tmp_path / "source", tmp_path / "out", method),
+            lambda: convert_saved_model(tmp_path / "source", tmp_path / "out", method),
         ]
     # Older versions of Transformers compute the attention of some of these models by code of their own.
     if "CLASSES" in words or "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(type(model))):
@@ -216,3 +216,14 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
     assert Whole(make(["text.encoder"])).config._attn_implementation == "longformer"
     refuses("no attention in layers", Whole, make(["decoder"]))
     refuses(NO_INTERFACE, Base, make(["text.encoder"]))
+
+
+@pytest.mark.parametrize("changes", [{"num_probes": 8}, {"near_share": 0.5}], ids=str)
+def test_a_decoder_refuses_hyperparameters_that_its_form_does_not_use(changes):
+    """An encoder takes them, and a decoder those of a budget."""
+    model = tiny_model("gpt2", None)
+    before = model.config._attn_implementation
+    refuses(f"{next(iter(changes))}=.* has no effect in the causal form", hea.convert, model, "nearfar", **changes)
+    assert model.config._attn_implementation == before
+    hea.convert(model, hea.NearFarConfig().with_budget(12))
+    hea.convert(tiny_model("bert", None), "nearfar", **changes)

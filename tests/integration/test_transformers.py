@@ -20,7 +20,7 @@ import hf_efficient_attn as hea
 from each import few_methods, refuses
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.masks import read_mask
+from hf_efficient_attn.integration.inputs import read_mask
 from instances import inputs, padding_mask
 from tiny_models import (
     DECODERS,
@@ -303,7 +303,7 @@ def test_unknown_names_and_values_are_refused_at_once():
         (lambda: hea.convert(model, "linear", layers=[0, 7]), r"no attention in layers \[7\]; its layers are \[0, 1\]"),
         (lambda: tiny_model("bert", efficient_attention={"method": "linear", "layers": [1, 9]}), r"layers \[9\]"),
         (lambda: hea.convert(model, "sdpa", layers=[0]), "takes no layers"),
-        (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already says"),
+        (lambda: hea.convert(model, {"method": "linear", "layers": [0]}, layers=[1]), "already say"),
     ):
         refuses(words, call)
         assert model.config._attn_implementation == "sdpa" and model.config.efficient_attention is None
@@ -472,7 +472,7 @@ def test_arguments_of_a_loss_pass(family):
 @pytest.mark.exhaustive
 def test_the_names_of_all_arguments_that_transformers_gives_to_attention():
     """Every tensor that some model gives to its attention function by name is refused, or known to be no loss."""
-    from hf_efficient_attn.integration import refusals
+    from hf_efficient_attn.integration import attention
 
     folder = pathlib.Path(transformers.__file__).parent / "models"
     names = set()
@@ -486,8 +486,8 @@ def test_the_names_of_all_arguments_that_transformers_gives_to_attention():
         "value", "deterministic", "max_length_q", "max_length_k",
     }  # fmt: skip
     for name in names - standard:
-        words = any(word in name for word in refusals._ATTENTION_WORDS)
-        known = words or name in (*refusals._ATTENTION_ARGUMENTS, *refusals._INPUTS)
+        words = any(word in name for word in attention._ATTENTION_WORDS)
+        known = words or name in (*attention._ATTENTION_ARGUMENTS, *attention._INPUTS)
         assert known, f"{name}: decide whether attention would lose it"
 
 

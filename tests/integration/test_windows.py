@@ -11,7 +11,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from helpers.model_types import sizes
 from helpers.windowed_models import MIXED, WARNING, converted, exact_model
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
 from processes import mesh
@@ -111,7 +111,7 @@ def test_errors_calibration_and_a_converted_checkpoint(name, tmp_path):
     settings = hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"])
     assert settings.for_layer(0) is None
     model.save_pretrained(tmp_path / "exact")
-    assert convert_checkpoint(tmp_path / "exact", tmp_path / "converted", "nearfar")["layers"] == [1]
+    assert convert_saved_model(tmp_path / "exact", tmp_path / "converted", "nearfar")["layers"] == [1]
     card = (tmp_path / "converted" / "README.md").read_text()
     assert "Layers: 1 of 3, counted from zero; the other layers are exact." in card
 

@@ -13,9 +13,11 @@ from hf_efficient_attn.methods import auto as module
 from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
+from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.nearfar import attempts as schedule
 from hf_efficient_attn.ops.nearfar import bidirectional, within_bound
 from hf_efficient_attn.ops.nearfar.landmarks import directions, find_near_keys, group_queries
-from hf_efficient_attn.ops.nearfar.within_bound import screening_error
+from hf_efficient_attn.ops.nearfar.screening import screening_error
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import inputs, numbers, relative_error
 from promises import Memory
@@ -51,7 +53,7 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     k = k - k.mean(1, keepdim=True)
     tau_squared = 3.94582 * k.norm(dim=2).amax(1) / q.norm(dim=2).amax(1)
     factor = (beta / tau_squared)[:, None, None]
-    pivot = choose_pivots(k * factor.sqrt(), None, 9, seed=5, batch=1)[0]
+    pivot = choose_pivots(k * factor.sqrt(), None, 9, draws=Draws(5, torch.device("cpu")), batch=1)[0]
     coreset = k.gather(1, pivot.unsqueeze(2).expand(-1, -1, 6))
     weights = torch.linalg.inv((factor * coreset @ coreset.mT).exp()) @ (factor * coreset @ k.mT).exp()
     basis = (beta * q @ coreset.mT).exp()
@@ -197,7 +199,7 @@ def test_queries_whose_landmarks_count_for_near_keys_only_attend_to_near_keys():
     """What is left without these is rounding."""
     far, counted, exact = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[5.0], [7.0]]])
     zero, lse = torch.zeros(1, 2, 1), torch.tensor([[[-20.0], [2.0]]])
-    out = bidirectional.replaced(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
+    out = bidirectional.replace_counted(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
     torch.testing.assert_close(out, exact)
 
 
@@ -213,6 +215,13 @@ def test_the_gradient_is_right_where_landmarks_miss_nothing():
     torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)
 
 
+@pytest.mark.parametrize("changes", [{"num_groups": 2}, {"num_candidates": 30}, {"num_refinements": 0}], ids=str)
+def test_hyperparameters_of_the_causal_form_have_an_effect(changes):
+    tensors = inputs(1, 2, 300, 8)
+    default, other = (nearfar(*tensors, is_causal=True, block_size=12, num_samples=20, **x) for x in ({}, changes))
+    assert relative_error(other, default) > 1e-4
+
+
 # auto: when attention is exact, and how heads are judged.
 
 auto = hea.functional.auto_attention
@@ -221,7 +230,7 @@ auto = hea.functional.auto_attention
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
     """The number of rows that bound the error is that of users."""
-    monkeypatch.setattr(within_bound, "NUM_ROWS", 64)
+    monkeypatch.setattr(schedule, "NUM_ROWS", 64)
 
 
 def _mixed(length=700):
@@ -266,7 +275,7 @@ def test_from_which_length_on_heads_are_attempted(monkeypatch, attempts):
     """From a given crossover, as from a measured one, but for the rows that bound the error."""
     monkeypatch.setattr(module, "crossover_length", lambda *size, **options: 900)
     for crossover, options in ((700, {"crossover": 700}), (900, {})):
-        last = within_bound.attempt_length(within_bound.worthwhile_length(crossover))
+        last = schedule.attempt_length(schedule.worthwhile_length(crossover))
         assert crossover < last < 1.15 * crossover
         for length in (last, last + 1):
             query, key, value = inputs(1, 2, length, 8)

@@ -18,6 +18,7 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import hf_efficient_attn as hea
 from each import close, differs
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features.maps import orthogonal_features
 from hf_efficient_attn.ops.index import inverse
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, bucket_codes, rounds_attention
@@ -159,7 +160,7 @@ def test_attention_through_features_of_performer_pytorch(features, is_causal):
     mask = torch.arange(280) < torch.tensor([[280], [41]])
     options = {"num_features": 40, "seed": 4} if features == "performer" else {}
     if features == "performer":
-        projection = orthogonal_features(40, HEAD_DIM, 4, query.device)
+        projection = orthogonal_features(Draws(4, query.device), 40, HEAD_DIM)
         phi_q = softmax_kernel(query, projection_matrix=projection, is_query=True, eps=0.0)
         phi_k = softmax_kernel(key, projection_matrix=projection, is_query=False, eps=0.0)
     else:

@@ -14,7 +14,7 @@ from torch.nn.functional import normalize, scaled_dot_product_attention
 import hf_efficient_attn as hea
 from each import close, differs, refuses
 from hf_efficient_attn.methods import approx_kmv, eva, get_method
-from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features.maps import orthogonal_features
 from hf_efficient_attn.ops.index import inverse
 from hf_efficient_attn.ops.nystrom import DAMPING, damped_solve, find_segments, iterative_pinv, segment_sums
@@ -113,7 +113,7 @@ OPTIONS = {"block_size": 8, "num_features": 12}
 
 def subtracted(query, key, value, near, *, scale: float, count: int = 12, seed: int = 0, allowed=None):
     """[near * (exp(q k) - phi(q) phi(k)) + phi(q) phi(k)] V, divided by the same with 1 for V: (B, H, N, Dv)."""
-    directions = orthogonal_features(count, query.shape[-1], seed, query.device).to(query.dtype)
+    directions = orthogonal_features(Draws(seed, query.device), count, query.shape[-1]).to(query.dtype)
 
     def phi(x):
         x = x * scale**0.5
@@ -153,7 +153,7 @@ def test_the_far_field_is_never_negative():
     query, key, value = inputs(q_len=64, head_dim=64, num_heads=1, spread=0.1)
     value = value.abs()
     # One key is one of the features. exp(q . k) is about 1, but the product of features is exp(|k|^2 / 2) / 12.
-    key[:, :, 0] = orthogonal_features(12, 64, 1, query.device)[0]
+    key[:, :, 0] = orthogonal_features(Draws(1, query.device), 12, 64)[0]
     near, options = same_block(64, 8), {"scale": 1.0, "seed": 1}
     ours = hea.functional.scatterbrain_attention(query, key, value, **OPTIONS, **options)
     truth = subtracted(*(x.double() for x in (query, key, value)), near, **options)
@@ -261,7 +261,8 @@ def test_the_formulas_of_the_paper(size, rounds, shared, padding):
     query, key, value = (x.flatten(0, 1) for x in tensors)
     flat_mask = None if mask is None else mask.repeat_interleave(2, 0)
     key, value = (x if mask is None else x.masked_fill(~flat_mask[:, :, None], 0.0) for x in (key, value))
-    plan = plan_rounds(query, query if shared else key, flat_mask, block_size=size, rounds=rounds, seed=3)
+    sizes = {"block_size": size, "rounds": rounds}
+    plan = plan_rounds(query, query if shared else key, flat_mask, **sizes, draws=Draws(3, query.device))
     pairs = pairs_of_rounds(plan)
     assert (pairs.sum(1) > 1).any() == (rounds > 1), "no pair is in two rounds"
     key = normalize(query, dim=-1) if shared else key
@@ -287,7 +288,7 @@ def test_a_bucket_is_a_pair_of_the_papers_hashes():
 def test_number_of_buckets(size):
     """There are enough buckets for half a chunk each, and at most twice as many, or 4."""
     counts = torch.arange(1, 5000)
-    most = len(hashing.rotations(5000, size, 1, 2, 0, counts.device))
+    most = len(hashing.rotations(5000, size, 1, 2, Draws(0, counts.device)))
     first, second = hashing.bucket_halves(counts[:, None], size, most).unbind(1)
     assert first.min() == second.min() == 1
     assert max(first.max(), second.max()) <= most
@@ -312,7 +313,7 @@ def test_chunks_of_queries_find_the_keys_of_their_buckets():
     exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=1.0)
     ours = reformer(query, key, value, scale=1.0, block_size=64, num_hashes=2)
     assert relative_error(ours, exact) < 0.4
-    plan = plan_rounds(query[0], key[0], None, block_size=64, rounds=2, seed=0)
+    plan = plan_rounds(query[0], key[0], None, block_size=64, rounds=2, draws=Draws(0, query.device))
     in_step = (torch.arange(11) * 64 - 32).clamp(0, 672 - 128).expand(1, 2, -1)
     by_number = rounds_attention(query[0], key[0], value[0], plan._replace(start=in_step), others=False, scale=1.0)
     assert relative_error(by_number, exact[0]) > 1.5 * relative_error(ours, exact)
@@ -435,7 +436,7 @@ def test_output_is_that_of_the_papers_sums(case):
     assert torch.equal(hea.attention(config, *tensors, scale=0.7), plain)
     assert differs(hea.attention(config, *tensors, scale=0.7, **learned), plain, 1e-3)
     if case == "whole":
-        drawn = normal((16, 2, 6), 5, 40, ours.device)
+        drawn = Draws(5, ours.device).normal((16, 2, 6), 40)
         assert abs(drawn.std() - 1.0) < 0.15
         check(plain, noises=lambda head: {(s, s + 4): drawn[s // 4, head] for s in range(0, 64, 4)})
     with patch.object(eva, "chunk_noise", lambda *arguments: None):  # the draws are those of proposal="normal"
@@ -468,7 +469,7 @@ def test_causal_form_by_hand():
 
     noises = {}
     for first, last in {pair for pairs in segments.values() for pair in pairs}:
-        drawn = normal((2, 1, 6), 2, 41 + (last - first).bit_length() - 1, tensors[0].device)[:, 0]
+        drawn = Draws(2, tensors[0].device).normal((2, 1, 6), 41 + (last - first).bit_length() - 1)[:, 0]
         noises |= dict(zip(halves(first, last), drawn, strict=True))
     options = {"window_size": 8, "num_landmarks": 4, "seed": 2, "is_causal": True, "scale": 0.7}
     learned = maps(num_heads=1)

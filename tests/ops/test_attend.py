@@ -16,7 +16,8 @@ from each import attend_naive, close
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.attend import GatheredKeys, attend, gathered_attention
-from hf_efficient_attn.ops.backends import devices
+from hf_efficient_attn.ops.backends import fused, products, triton
+from hf_efficient_attn.ops.backends.backend import AttendCall
 from hf_efficient_attn.ops.index import inverse
 from instances import inputs, numbers, padding_mask, relative_error
 from promises import Memory
@@ -86,7 +87,7 @@ def test_a_bias_in_further_dimensions_of_the_keys(dtype, tolerance, scale):
     query, key, value = (numbers(2, 3, n, 11, seed=n).to(dtype) for n in (5, 9, 9))
     bias = 10.0 * numbers(2, 3, 9, seed=3).float()
     bias[0, 0, 0] = -torch.inf
-    wide = attend_module._widened(query, key, value, bias, 0, scale)
+    wide = fused.widen(query, key, value, bias, 0, scale)
     assert {x.shape[3] % 8 for x in wide} == {0}
     found = scale * (wide[0].double() @ wide[1].double().mT)
     expected = scale * (query.double() @ key.double().mT) + bias.double()[:, :, None]
@@ -110,6 +111,54 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
             assert (grad.shape, grad.dtype) == (x.shape, x.dtype)
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "changes", "expected"),
+    [
+        ("cpu", torch.float32, {}, "cpu"),
+        ("cpu", torch.float64, {"bias": "pairs"}, "cpu"),
+        ("cpu", torch.float32, {"dropout_p": 0.1}, "products"),
+        ("cpu", torch.float32, {"is_exported": True}, "products"),
+        ("cpu", torch.float32, {"bias": "pairs", "requires_grad": True}, "products"),
+        ("cpu", torch.float32, {"bias": "keys", "requires_grad": True}, "cpu"),
+        ("meta", torch.bfloat16, {"bias": "keys"}, "flash"),
+        ("meta", torch.bfloat16, {"head_dim": 256}, "flash"),
+        ("meta", torch.bfloat16, {"head_dim": 256, "bias": "keys"}, "efficient"),
+        ("meta", torch.float32, {}, "efficient"),
+        ("meta", torch.float32, {"bias": "pairs"}, "products"),
+        ("meta", torch.float32, {"scale": 0.0}, "products"),
+        ("meta", torch.float64, {}, "products"),
+    ],
+)
+def test_the_first_backend_that_applies_computes_a_call(device, dtype, changes, expected):
+    """On meta tensors the table chooses as on CUDA."""
+    query, key = (torch.ones(2, 3, n, changes.get("head_dim", 8), dtype=dtype, device=device) for n in (5, 9))
+    bias = None
+    if "bias" in changes:
+        rows = 1 if changes["bias"] == "keys" else 5
+        bias = torch.ones(2, 3, rows, 9, device=device, requires_grad=changes.get("requires_grad", False))
+    scale, dropout_p = changes.get("scale", 0.5), changes.get("dropout_p", 0.0)
+    call = AttendCall(query, key, key, bias, scale, dropout_p, changes.get("is_exported", False))
+    assert next(x.name for x in attend_module.BACKENDS if x.applies(call)) == expected
+
+
+def test_a_backend_that_is_added_to_the_table_computes_forward_and_backward(monkeypatch):
+    """With the calls of a kernel whose backward is another one's, as for a user's device."""
+    calls = []
+    cpu = attend_module.BACKENDS[0]
+    own = cpu._replace(
+        name="own",
+        forward=lambda call: calls.append("forward") or cpu.forward(call),
+        backward=lambda *given: calls.append("backward") or cpu.backward(*given),
+    )
+    monkeypatch.setattr(attend_module, "BACKENDS", (own, *attend_module.BACKENDS))
+    query, key = (numbers(2, 3, n, 6, seed=n).requires_grad_() for n in (5, 7))
+    found = torch.autograd.grad(attend(query, key, key, scale=0.7).out.sin().sum(), (query, key))
+    assert calls == ["forward", "backward"]
+    monkeypatch.setattr(attend_module, "BACKENDS", (products.BACKEND,))
+    expected = torch.autograd.grad(attend(query, key, key, scale=0.7).out.sin().sum(), (query, key))
+    close(list(found), list(expected), 1e-12)
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize(
     ("config", "num_heads", "length", "limit"),
@@ -125,7 +174,7 @@ def test_plain_products_stay_within_the_limit_of_a_slice(config, num_heads, leng
     """They hold the weights of all pairs: with dropout, and on devices without a kernel."""
     monkeypatch.setattr(slices, "CPU_NUMEL", limit)
     if not dropout_p:
-        monkeypatch.setattr(attend_module, "_has_kernel", lambda *_: False)
+        monkeypatch.setattr(attend_module, "BACKENDS", (products.BACKEND,))
     tensors = inputs(num_heads=num_heads, q_len=length, head_dim=4, value_dim=5)
     with Memory() as memory:
         hea.attention(config, *tensors, dropout_p=dropout_p)
@@ -142,8 +191,9 @@ def test_a_slice_draws_the_same_in_the_backward_pass():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_backward_pass_of_a_slice_calls_no_kernel_again(checkpointed, monkeypatch):
     """Unless gradient checkpointing computes the whole call again, which must keep nothing."""
-    calls, kernel = [], attend_module._forward
-    monkeypatch.setattr(attend_module, "_forward", lambda *inputs: calls.append(0) or kernel(*inputs))
+    calls, backend = [], attend_module.BACKENDS[0]
+    counted = backend._replace(forward=lambda call: calls.append(0) or backend.forward(call))
+    monkeypatch.setattr(attend_module, "BACKENDS", (counted, products.BACKEND))
     tensors = [numbers(4, 1, 20, 6, seed=seed).requires_grad_() for seed in range(3)]
 
     def two_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -307,7 +357,8 @@ def test_methods_by_triton_are_those_by_other_kernels(method, mask, monkeypatch)
         grad = grad * key_mask[:, None, :, None]  # outputs of masked tokens are not used
     results = []
     for applies in (False, True):
-        monkeypatch.setattr(attend_module, "triton_applies", lambda *_, applies=applies: applies)
+        backend = triton.BACKEND._replace(applies=lambda call: True)
+        monkeypatch.setattr(attend_module, "GATHERED_BACKENDS", (backend,) if applies else ())
         out = hea.attention(config, *rows, attention_mask=key_mask)
         results.append((out * (grad != 0), *torch.autograd.grad(out, rows, grad)))
     for ours, expected in zip(*results, strict=True):
@@ -321,12 +372,11 @@ def test_what_the_kernels_do_not_compute(why, monkeypatch):
         dtype = torch.float64 if why == "float64" else torch.float32
         shape = (2, 45, 257 if why == "dimensions" else 20)
 
-    monkeypatch.setattr(devices, "_HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     torch.use_deterministic_algorithms(why == "deterministic")
     try:
-        assert not devices.triton_applies(OnGpu(), OnGpu())
+        assert not triton.triton_applies(OnGpu(), OnGpu())
     finally:
         torch.use_deterministic_algorithms(False)
     OnGpu.is_cuda, OnGpu.dtype, OnGpu.shape = True, torch.float32, (2, 45, 256)
-    assert devices.triton_applies(OnGpu(), OnGpu())
+    assert triton.triton_applies(OnGpu(), OnGpu())

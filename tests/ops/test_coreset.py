@@ -14,13 +14,15 @@ from each import close
 from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.ops import clusters, thinning
 from hf_efficient_attn.ops.clusters import candidate_positions, nearest
-from hf_efficient_attn.ops.draws import draw_sizes
-from hf_efficient_attn.ops.nearfar.causal import causal_coreset_attention, causal_coreset_naive, split_columns
+from hf_efficient_attn.ops.draws import Draws, draw_sizes
+from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive, split_columns
 from hf_efficient_attn.ops.nearfar.landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
 
 CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}
+
+CPU = torch.device("cpu")
 
 
 def points_of(content: str, batch_heads: int = 6, count: int = 50, dim: int = 5) -> torch.Tensor:
@@ -42,12 +44,12 @@ def assert_different_valid(pivots: tuple[Tensor, Tensor], valid: torch.Tensor | 
 
 
 def choose_pivots_naive(
-    points: Tensor, valid: Tensor | None, num_pivots: int, *, seed: int, batch: int, block: int = 64
+    points: Tensor, valid: Tensor | None, num_pivots: int, *, draws: Draws, batch: int, block: int = 64
 ) -> tuple[Tensor, Tensor]:
     """The readable form of `choose_pivots`: one head at a time, with the residual of the whole kernel in float64."""
     batch_heads, num_candidates, _ = points.shape
     sizes, num_heads = draw_sizes(num_pivots, 8, 1, block), batch_heads // batch
-    gumbel = thinning.gumbel(len(sizes), num_candidates, num_heads, seed, torch.float64, points.device)
+    gumbel = thinning.gumbel(draws, len(sizes), num_candidates, num_heads, torch.float64)
     index = torch.zeros(batch_heads, num_pivots, dtype=torch.int64)
     selected = torch.zeros(batch_heads, num_pivots, dtype=torch.bool)
     for a in range(batch_heads):
@@ -78,8 +80,8 @@ def choose_pivots_naive(
 def test_pivots_are_those_of_the_readable_form(content):
     points = points_of(content)
     for valid, count in itertools.product((None, VALID), (1, 8, 37)):
-        ours = choose_pivots(points, valid, count, seed=3, batch=3)
-        naive = choose_pivots_naive(points, valid, count, seed=3, batch=3)
+        ours = choose_pivots(points, valid, count, draws=Draws(3, CPU), batch=3)
+        naive = choose_pivots_naive(points, valid, count, draws=Draws(3, CPU), batch=3)
         assert all(map(torch.equal, ours, naive))
         assert_different_valid(ours, valid, count)
 
@@ -90,13 +92,13 @@ def test_pivots_in_float32_are_different_and_valid(content, factor):
     """Up to squared norms of some 1e5, where most kernel values are 0 or 1."""
     points = (points_of(content) * factor).float()
     for valid in (None, VALID):
-        assert_different_valid(choose_pivots(points, valid, 37, seed=0, batch=1, block=16), valid, 37)
+        assert_different_valid(choose_pivots(points, valid, 37, draws=Draws(0, CPU), batch=1, block=16), valid, 37)
 
 
 def test_first_pivot_has_the_probability_of_its_diagonal():
     points = numbers(1, 4, 2).mul(0.7)
     # Heads have independent numbers, so that many equal heads are many draws.
-    index = choose_pivots(points.expand(20000, -1, -1), None, 1, seed=0, batch=1)[0]
+    index = choose_pivots(points.expand(20000, -1, -1), None, 1, draws=Draws(0, CPU), batch=1)[0]
     shares = index.flatten().bincount(minlength=4) / 20000
     expected = points[0].square().sum(1).softmax(0)
     torch.testing.assert_close(shares.double(), expected, atol=0.015, rtol=0.0)
@@ -138,7 +140,8 @@ def test_a_draw_apart_does_not_repeat_a_cluster():
     """A hundred far clusters, and 64 points at once: the next draw sees which clusters are left."""
     centers = 6.0 * numbers(1, 100, 5).float()
     points = centers.repeat(1, 10, 1) + 0.01 * numbers(1, 1000, 5, seed=1).float()
-    chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel_numbers(256, 1000, 0, points), 256)
+    gumbel = gumbel_numbers(256, 1000, Draws(0, CPU), points.dtype)
+    chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel, 256)
     assert (chosen[0] % 100).unique().numel() == 100
     assert chosen.unique().numel() == 256
 
@@ -153,8 +156,10 @@ def tensors(length, seed=0):
 
 
 def causal(query, key, value, columns, scale=8**-0.5, **changes):
-    options = split_columns(columns, scale)
-    return causal_coreset_attention(query, key, value, options._replace(coreset=options.coreset._replace(**changes)))
+    options = split_columns(columns, scale, Draws(0, CPU))
+    return causal_nearfar_attention(
+        query, key, value, options._replace(of_prefix=options.of_prefix._replace(**changes))
+    )
 
 
 def exact(*tensors, scale=None):
@@ -165,7 +170,7 @@ def test_the_first_positions_and_short_sequences_are_exact():
     """Up to `num_exact` positions the output is softmax attention; after that it is not."""
     given = tensors(60)
     out, expected = causal(*given, 16), exact(*given)
-    assert split_columns(16, 1.0).num_exact == 24
+    assert split_columns(16, 1.0, Draws(0, CPU)).num_exact == 24
     close(out[:, :24], expected[:, :24])
     assert relative_error(out[:, 24:], expected[:, 24:]) > 0.01
     close(causal(*(x[:, :20] for x in given), 16), expected[:, :20])
@@ -194,7 +199,7 @@ def test_near_keys_by_content_serve_heads_that_look_far_back():
 def test_tiny_far_weights_do_not_round_the_near_field_away(seed):
     """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
     given = [x * 3.0 ** numbers(4, 60, 1, seed=10 + i) for i, x in enumerate(tensors(60, seed))]
-    expected = causal_coreset_naive(*given, split_columns(4, 1.7))
+    expected = causal_nearfar_naive(*given, split_columns(4, 1.7, Draws(0, CPU)))
     promises.assert_close(causal(*given, 4, scale=1.7), expected, 1e-9)
 
 
@@ -202,7 +207,7 @@ def test_tiny_far_weights_do_not_round_the_near_field_away(seed):
 
 
 def thin(key, value, num_samples, mask=None, scale=0.3, seed=0, batch=1):
-    return thinning.thin(key, value, mask, num_samples, scale=scale, seed=seed, batch=batch)
+    return thinning.thin(key, value, mask, num_samples, scale=scale, draws=Draws(seed, CPU), batch=batch)
 
 
 def counts(thinned, length):
@@ -261,7 +266,7 @@ def test_sizes_of_the_paper(log4, g):
 
 
 def test_random_numbers_differ_between_heads_and_rounds_and_not_with_the_length():
-    longer, shorter = (thinning.draw_numbers(n, 16, 3, 5, torch.device("cpu")) for n in (200, 70))
+    longer, shorter = (thinning.draw_numbers(Draws(5, CPU), n, 16, 3) for n in (200, 70))
     assert [x.shape for x in longer] == [(3, 16 * 2**i) for i in range(4)]
     assert len(shorter) == 3 and all(torch.equal(x, y) for x, y in zip(longer, shorter, strict=False))
     together = torch.cat(longer, 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from each import close
-from hf_efficient_attn.ops.draws import uniform
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import inverse
 from hf_efficient_attn.ops.sampled_keys import bidirectional, causal
 from hf_efficient_attn.ops.sampled_keys.bidirectional import dense_log_weights
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def sampling(**changes) -> SamplingOptions:
-    default = SamplingOptions("lsh", 16, 4, None, 20, "probe", 8, False, 0.5, seed=0, batch=2, groups=3)
+    default = SamplingOptions("lsh", 16, 4, None, 20, "probe", 8, False, 0.5, draws=Draws(0, CPU), batch=2, groups=3)
     return default._replace(**changes)
 
 
@@ -166,8 +166,8 @@ def test_the_far_field_is_unbiased(scores, independent):
     weights, _ = bidirectional.sampling_scores(query, key, value, None, near, None, options)
     total, draws, together = torch.zeros(4, 90), 4000, 40
     for seed in range(draws // together):
-        turns = uniform((2, together), seed, 12, CPU).repeat(2, 1)
-        far = sample_keys(weights, turns, options._replace(seed=seed))
+        turns = Draws(seed, CPU).uniform((2, together), 12).repeat(2, 1)
+        far = sample_keys(weights, turns, options._replace(draws=Draws(seed, CPU)))
         total.scatter_add_(1, far.sorted_index.flatten(1), far.log_weight.flatten(1).exp().float())
     mean = total / draws
     assert (mean.mean(1) - 1.0).abs().max() < 0.02
@@ -181,7 +181,7 @@ def test_the_far_field_is_unbiased(scores, independent):
 
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
-    changes = {"scores": scores, "independent": independent, "seed": seed, "num_hashes": num_hashes}
+    changes = {"scores": scores, "independent": independent, "draws": Draws(seed, CPU), "num_hashes": num_hashes}
     return row, causal.plan_intervals(*row, sampling(num_samples=12, num_probes=5, **changes))
 
 
@@ -235,8 +235,8 @@ def test_causal_samples_are_from_completed_blocks_only(scores, independent, num_
 def plans(query: Tensor, key: Tensor, mask: Tensor | None = None) -> tuple[NearField, NearField, NearField]:
     """The window, the blocks of a hash, and the choice between them."""
     window = bidirectional.plan_window(query, key, 8, mask)
-    lsh = plan_lsh(query, key, 8, mask, 6, 0, window.block_q)
-    options = SamplingOptions("auto", 8, 6, None, 0, "uniform", 8, False, 1.0, seed=0, batch=1)
+    lsh = plan_lsh(query, key, 8, mask, 6, Draws(0, CPU), window.block_q)
+    options = SamplingOptions("auto", 8, 6, None, 0, "uniform", 8, False, 1.0, draws=Draws(0, CPU), batch=1)
     return window, lsh, bidirectional.plan_near_field(query, key, mask, options)[0]
 
 

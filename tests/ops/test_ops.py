@@ -14,10 +14,10 @@ from each import attend_naive, close
 from hf_efficient_attn import functional
 from hf_efficient_attn.ops import index as index_ops
 from hf_efficient_attn.ops.attend import Partial, merge
-from hf_efficient_attn.ops.draws import normal, uniform
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import sums
 from hf_efficient_attn.ops.features.maps import Features, elu_features, elu_map, favor, orthogonal_features
-from hf_efficient_attn.ops.features.sums import Tokens, causal, log_weights_naive, update_state
+from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal, log_weights_naive
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.sampled_keys.sampling import inclusion_probabilities
 from hf_efficient_attn.ops.strata import independent_sample, stratified_ranks, systematic_sample
@@ -76,27 +76,27 @@ def lemma_order(r: int) -> list[tuple[bool, ...]]:
 @pytest.mark.parametrize("r", range(1, 9))
 def test_hash_keys_are_in_the_order_of_the_lemma(r):
     """The whole part is the rank of the cell in the order of Lemma A.2. Tokens of a cell are in their own order."""
-    order, planes = lemma_order(r), hyperplanes(5, r, 0, CPU)
+    order, planes = lemma_order(r), hyperplanes(5, r, Draws(0, CPU))
     assert len(set(order)) == 2**r
     assert all(sum(a != b for a, b in zip(*pair, strict=True)) == 1 for pair in itertools.pairwise(order))
     x = numbers(2, 300, 5)
     x[:, 100] = x[:, 7]
-    keys = hash_keys(x, r, 0)
+    keys = hash_keys(x, r, Draws(0, CPU))
     ranks = [order.index(tuple(bits)) for bits in (x @ planes > 0).flatten(0, 1).tolist()]
     assert keys.floor().flatten().tolist() == ranks
     assert (keys[:, 7] < keys[:, 100]).all() and keys[0].unique().numel() == 300
-    assert torch.equal(hash_keys(7.0 * x, r, 0), keys)
+    assert torch.equal(hash_keys(7.0 * x, r, Draws(0, CPU)), keys)
     mask = torch.arange(300).expand(2, -1) < torch.tensor([[300], [40]])
-    masked = hash_keys(x, r, 0, mask)
+    masked = hash_keys(x, r, Draws(0, CPU), mask)
     assert torch.equal(masked[0], keys[0]) and (masked[1, 40:] == torch.inf).all()
     assert torch.equal(masked[1, :40].floor(), keys[1, :40].floor())
-    longest = hash_keys(numbers(1, 50, 5), 62, 0)
+    longest = hash_keys(numbers(1, 50, 5), 62, Draws(0, CPU))
     assert longest.dtype == torch.float64 and (longest >= 0).all() and (longest <= 2.0**62).all()
 
 
 def test_the_hash_is_angular():
     """Two vectors fall on different sides of a plane with probability angle / pi."""
-    planes = hyperplanes(2, 20000, 0, CPU)
+    planes = hyperplanes(2, 20000, Draws(0, CPU))
     for angle in (0.1, 1.0, 2.5):
         x = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]], dtype=torch.float64)
         sides = x @ planes > 0
@@ -156,7 +156,7 @@ def test_samples_of_several_groups_are_those_of_each_group_alone(independent):
     scores[:, 1] = 0.0
     scores[:, 2, 5:] = 0.0
     group = torch.tensor([[0, 3, 1, 2, 3, 0], [2, 2, 0, 1, 1, 3]])
-    draws = uniform((2, 6, 9), 0, 0, CPU)
+    draws = Draws(0, CPU).uniform((2, 6, 9), 0)
     probabilities = inclusion_probabilities(scores, 9)
     together = (
         independent_sample(scores, 9, draws, group) if independent
@@ -189,30 +189,31 @@ def test_stratified_ranks(count, available, offset):
 
 def test_uniform_and_normal_have_their_distributions():
     for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
-        flat = uniform((20000,), seed, stream, CPU)
+        flat = Draws(seed, CPU).uniform((20000,), stream)
         assert flat.min() > 0 and flat.max() < 1
         assert scipy.stats.kstest(flat.numpy(), "uniform").pvalue > 1e-3
-        assert scipy.stats.kstest(normal((20000,), seed, stream, CPU).numpy(), "norm").pvalue > 1e-3
+        assert scipy.stats.kstest(Draws(seed, CPU).normal((20000,), stream).numpy(), "norm").pvalue > 1e-3
         pairs = torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1]
         assert pairs.abs() < 0.03
     # Of 20,000 numbers, 0.05 pairs are expected to be equal with 32 bits, and 12 pairs with 24 bits.
-    steps = uniform((20000,), 0, 0, CPU) * 2.0**32 - 0.5
+    steps = Draws(0, CPU).uniform((20000,), 0) * 2.0**32 - 0.5
     assert torch.equal(steps, steps.round()) and steps.unique().numel() >= 20000 - 2
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_random_numbers_depend_on_the_seed_only(default):
-    expected = {f: f((3, 50), 5, 2, CPU) for f in (uniform, normal)}
+    draws, drawn = Draws(5, CPU), Draws(torch.tensor(5), CPU)
+    expected = {f: f(draws, (3, 50), 2) for f in (Draws.uniform, Draws.normal)}
     state = torch.random.get_rng_state()
     torch.set_default_dtype(default)
     try:
         for function, values in expected.items():
             assert values.dtype == torch.float64
-            assert torch.equal(function((3, 50), 5, 2, CPU), values)
-            assert torch.equal(function((3, 50), torch.tensor(5), 2, CPU), values)
-            assert torch.equal(function((150,), 5, 2, CPU).view(3, 50), values)
+            assert torch.equal(function(draws, (3, 50), 2), values)
+            assert torch.equal(function(drawn, (3, 50), 2), values)
+            assert torch.equal(function(draws, (150,), 2).view(3, 50), values)
             compiled = torch.compile(function, fullgraph=True, backend="eager")
-            close(compiled((3, 50), torch.tensor(5), 2, CPU), values, 1e-12)
+            close(compiled(drawn, (3, 50), 2), values, 1e-12)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -223,12 +224,12 @@ def test_random_numbers_depend_on_the_seed_only(default):
 
 def test_features_are_orthogonal_and_each_is_normal():
     head_dim = 16
-    features = orthogonal_features(40, head_dim, 0, CPU)
+    features = orthogonal_features(Draws(0, CPU), 40, head_dim)
     assert features.shape == (40, head_dim)
     for block in features.split(head_dim):
         products = block @ block.t()
         close(products - products.diagonal().diag(), torch.zeros_like(products))
-    many = torch.cat([orthogonal_features(head_dim, head_dim, seed, CPU) for seed in range(200)])
+    many = torch.cat([orthogonal_features(Draws(seed, CPU), head_dim, head_dim) for seed in range(200)])
     assert scipy.stats.kstest(many[:, 3].numpy(), "norm").pvalue > 1e-3
     assert scipy.stats.kstest(many.square().sum(1).numpy(), scipy.stats.chi2(head_dim).cdf).pvalue > 1e-3
     directions = many / many.norm(dim=1, keepdim=True)
@@ -236,7 +237,7 @@ def test_features_are_orthogonal_and_each_is_normal():
 
 
 def features(name: str) -> Features:
-    return elu_map(0.7, 6) if name == "elu" else favor(20, -0.4, 6, 3, CPU)
+    return elu_map(0.7, 6) if name == "elu" else favor(20, -0.4, 6, Draws(3, CPU))
 
 
 def tokens(length: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tokens:
@@ -267,7 +268,7 @@ def test_the_causal_scan(name, with_state, monkeypatch):
         return out, lse, *torch.autograd.grad(out.square().sum() + lse[:, 7:].sum(), leaves, allow_unused=True)
 
     def ours(now, earlier):
-        state = update_state(None, *earlier[1:], features(name)) if with_state else None
+        state = add_to_state(None, *earlier[1:], features(name)) if with_state else None
         return causal(now, features(name), state=state)
 
     def naive(now, earlier):

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 import hf_efficient_attn as hea
 from each import close, each_first_form, each_form, refuses
 from hf_efficient_attn.ops import index
-from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.draws import Draws
 from instances import inputs, padding_mask
 from tiny_models import METHODS, tiny_batch, tiny_model
 
@@ -112,7 +112,7 @@ def test_models():
 
 def test_nothing_is_kept_that_a_transform_has_wrapped():
     def draws(x):
-        return x * normal((3,), 987_654, 0, x.device) + index.integers(91, x.device)[:3]
+        return x * Draws(987_654, x.device).normal((3,), 0) + index.integers(91, x.device)[:3]
 
     x = torch.ones(3, dtype=torch.float64)
     inside = grad(lambda x: draws(x).sum())(x)

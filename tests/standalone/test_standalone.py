@@ -22,7 +22,7 @@ import converted
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.commands import run_json
-from hf_efficient_attn.conversion.checkpoint import convert_checkpoint
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from hf_efficient_attn.standalone import export
 from hf_efficient_attn.standalone.export import BACKENDS, MODULE, export_kernel, kernel_methods, remote_code
 from hf_efficient_attn.standalone.function import kernel_function
@@ -267,7 +267,7 @@ def test_remote_code_loads_without_the_package(tmp_path):
     for method, values in {"linear": {"feature_map": "hedgehog"}, "flurka_eva": SMALL["flurka_eva"]}.items():
         source, folder = tmp_path / f"{method}-source", tmp_path / method
         converted.make(source, head=True)
-        convert_checkpoint(source, folder, method, hyperparameters=values, has_code=True)
+        convert_saved_model(source, folder, method, hyperparameters=values, has_code=True)
         inputs = tiny_batch("bert", padding="right")
         expected = output(AutoModelForMaskedLM.from_pretrained(folder).eval(), inputs)
         torch.save((inputs, expected), folder / "expected.pt")
@@ -285,7 +285,7 @@ def test_remote_code_uses_the_installed_package(tmp_path, monkeypatch):
     """The file defines classes only, and their attention is this package's."""
     converted.make(tmp_path / "source", head=True)
     folder = tmp_path / "converted"
-    done = convert_checkpoint(tmp_path / "source", folder, "nearfar", hyperparameters=SMALL["nearfar"], has_code=True)
+    done = convert_saved_model(tmp_path / "source", folder, "nearfar", hyperparameters=SMALL["nearfar"], has_code=True)
     assert "AutoModelForMaskedLM" in done["load"] and "trust_remote_code=True" in done["load"]
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -300,7 +300,7 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
     converted.make(tmp_path / "source", head=True)
     folder, again = tmp_path / "converted", tmp_path / "again"
     values = {"hyperparameters": SMALL["nearfar"], "layers": [1]}
-    done = convert_checkpoint(tmp_path / "source", folder, "nearfar", kernel="org/nearfar", **values)
+    done = convert_saved_model(tmp_path / "source", folder, "nearfar", kernel="org/nearfar", **values)
     config = json.loads((folder / "config.json").read_text())
     assert config["attn_implementation"] == "org/nearfar:nearfar"
     assert config["efficient_attention"]["layers"] == [1]
@@ -309,7 +309,7 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
     assert "allow_all_kernels=True" in card and "huggingface.co/org/nearfar)" in card
     # With the package: by the method's name, and as a source of another conversion.
     assert AutoModel.from_pretrained(folder, attn_implementation="nearfar").config.efficient_attention["layers"] == [1]
-    convert_checkpoint(folder, again, "nearfar")
+    convert_saved_model(folder, again, "nearfar")
     assert json.loads((again / "config.json").read_text())["attn_implementation"] == "nearfar"
 
 
@@ -327,7 +327,7 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
 def test_checkpoints_that_no_kernel_can_serve(method, values, message, tmp_path):
     converted.make(tmp_path / "source", card=False)
     values = {"kernel": "org/name", **values}
-    refuses(message, convert_checkpoint, tmp_path / "source", tmp_path / "converted", method, **values)
+    refuses(message, convert_saved_model, tmp_path / "source", tmp_path / "converted", method, **values)
     assert not (tmp_path / "converted").exists()
 
 

@@ -16,6 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, check_names, no_tensor, refuse
 from hf_efficient_attn.methods._shared.graph import call_in_graph
 from hf_efficient_attn.methods._shared.registry import (
+    METHODS,
     get_method,
     make_config,
     methods_with,
@@ -132,6 +133,8 @@ def _with_hyperparameters(
     method_or_config: str | MethodConfig, arguments: Arguments, hyperparameters: Mapping[str, Any]
 ) -> tuple[MethodConfig, Arguments]:
     """Put hyperparameters into the config, and the learned parameters among them into the arguments."""
+    if isinstance(method_or_config, str) and not hyperparameters:
+        return METHODS[method_or_config].default, arguments
     config = make_config(method_or_config)
     if not hyperparameters:
         return config, arguments
@@ -182,10 +185,13 @@ def prepare(
         mask, is_causal, scale, dropout_p, seed if heads is None else HeadSeed(seed, heads), parameters, bias
     )
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
-        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+        query = query.bfloat16()
+        key = key.bfloat16()
+        value = value.bfloat16()
     if mask is not None:  # padding may hold NaN
         masked = ~mask[:, None, :, None]  # (B, 1, Nk, 1)
-        key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
+        key = key.masked_fill(masked, 0.0)
+        value = value.masked_fill(masked, 0.0)
     return query, key, value, options
 
 
@@ -196,7 +202,9 @@ def _all_parameters(
     some = arguments.some_parameters
     if len(some) == len(config.learned_parameters) or query.numel() == 0:
         return some
-    (_, num_heads, q_len, head_dim), (num_kv_heads, kv_len), heads = query.shape, key.shape[1:3], arguments.heads
+    _, num_heads, q_len, head_dim = query.shape
+    num_kv_heads, kv_len = key.shape[1:3]
+    heads = arguments.heads
     total = num_heads if heads is None else heads.total
     initial = get_method(config.method).initial_parameters(
         config,
@@ -214,12 +222,13 @@ def compute(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Call the form "forward" or "naive" of a method with what `prepare` returns: (B, H, Nq, Dv)."""
-    (batch, num_heads, q_len, head_dim), kv_len = query.shape, key.shape[2]
+    batch, num_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[2]
     learned = (*options.parameters.values(), options.distance_bias)
     if query.numel() == 0 or kv_len == 0:
         out = value.new_zeros(batch, num_heads, q_len, value.shape[3])
         return with_zero_gradients(out, query, key, value, *learned)  # (B, H, Nq, Dv)
-    method = get_method(config.method)
+    method = METHODS[config.method]
     # The number of keys before the first query.
     offset = kv_len - q_len if options.is_causal else 0
     if method.decode is not None and offset > 0 and q_len <= _MAX_DECODED_QUERIES:
@@ -251,7 +260,9 @@ def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Argu
     for name, x in given.items():
         if not isinstance(x, Tensor):
             refuse(no_tensor(name, x), config)
-    scale, seed, parameters = values["scale"], values["seed"], values["parameters"]
+    scale = values["scale"]
+    seed = values["seed"]
+    parameters = values["parameters"]
     for name, is_fit, what in (
         ("is_causal", isinstance(values["is_causal"], bool), "True or False"),
         ("scale", scale is None or _is_number(scale), "a number, or None for 1/sqrt(head_dim)"),
@@ -272,7 +283,10 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
     """Refuse everything that can be wrong with a call before any work is done."""
     refuse_tracing(config)
     # Each attribute of a tensor is read once, because that takes most of the time of a call of few tokens.
-    mask, of_query, of_key, of_value = arguments.attention_mask, query.shape, key.shape, value.shape
+    mask = arguments.attention_mask
+    of_query = query.shape
+    of_key = key.shape
+    of_value = value.shape
     all_4d = len(of_query) == len(of_key) == len(of_value) == 4
     if not all_4d or of_key[:3] != of_value[:3] or of_query[::3] != of_key[::3]:
         refuse(
@@ -280,7 +294,8 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
             "each must be (batch, num_heads, length, head_dim)",
             config,
         )
-    (batch, num_heads, q_len, _), (num_kv_heads, kv_len) = of_query, of_key[1:3]
+    batch, num_heads, q_len, _ = of_query
+    num_kv_heads, kv_len = of_key[1:3]
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         refuse(f"the number of key heads, {num_kv_heads}, must divide the number of query heads, {num_heads}", config)
     dtype = query.dtype
@@ -326,10 +341,12 @@ def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOpti
         options: the options of the call.
         grouped: whether a parameter may belong to the key heads, of which H is a multiple.
     """
-    (_, num_heads, _, head_dim), given = query.shape, options.parameters
+    _, num_heads, _, head_dim = query.shape
+    given = options.parameters
     shapes = parameter_shapes(config, num_heads=num_heads, head_dim=head_dim)
     for name in shapes or [name for name in config.learned_parameters if name in given]:
-        found, shape = tuple(given[name].shape) if name in given else (), shapes.get(name, ())
+        found = tuple(given[name].shape) if name in given else ()
+        shape = shapes.get(name, ())
         is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
         if not shape or not is_count or found[1:] != shape[1:]:
             tensor = (
@@ -355,10 +372,12 @@ def refuse_tracing(config: MethodConfig) -> None:
         )
     if tracing.in_graph() or not torch.jit.is_tracing():
         return
-    tracer, advice = "torch.jit.trace", "use torch.compile or torch.export, or torch.onnx.export with "
+    tracer = "torch.jit.trace"
+    advice = "use torch.compile or torch.export, or torch.onnx.export with "
     advice += " or ".join(methods_with("exportable"))
     if is_onnx:
-        tracer, advice = "torch.onnx.export with dynamo=False", "leave dynamo=False out"
+        tracer = "torch.onnx.export with dynamo=False"
+        advice = "leave dynamo=False out"
     refuse(f"{tracer} gives a graph for the length and the values of the example only: {advice}", config)
 
 

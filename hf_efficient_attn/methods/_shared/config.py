@@ -131,10 +131,13 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            value, checks = getattr(self, spec.name), spec.metadata
+            value = getattr(self, spec.name)
+            checks = spec.metadata
             if isinstance(value, list):  # from a JSON file
                 object.__setattr__(self, spec.name, tuple(value))
-            minimum, maximum, choices = checks.get("minimum"), checks.get("maximum", 0), checks.get("choices")
+            minimum = checks.get("minimum")
+            maximum = checks.get("maximum", 0)
+            choices = checks.get("choices")
             setting = f"{spec.name}={value!r}"
             if choices is not None and (not isinstance(value, str) or value not in choices):
                 refuse(f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}", self)
@@ -205,6 +208,9 @@ class MethodConfig:
         """
         return False
 
+    def check_causal(self) -> None:
+        """Refuse hyperparameters that have no effect in the causal form, for a decoder. A method has its own checks."""
+
     def with_budget(self: ConfigT, columns: int) -> ConfigT:
         """Return a copy of which every head costs, per query, as much as `columns` exact keys.
 
@@ -216,7 +222,8 @@ class MethodConfig:
         """
         minima = {name: self.__dataclass_fields__[name].metadata["minimum"] for name, _ in self.budget}
         self.check_budget(columns, max(1, sum(minima.values())))
-        total, (*others, (last, _)) = sum(weight for _, weight in self.budget), self.budget
+        total = sum(weight for _, weight in self.budget)
+        (*others, (last, _)) = self.budget
         parts = {name: max(minima[name], columns * weight // total) for name, weight in others}
         return dataclasses.replace(self, **parts, **{last: columns - sum(parts.values())})
 

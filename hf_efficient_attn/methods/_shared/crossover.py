@@ -20,11 +20,13 @@ from hf_efficient_attn.methods._shared.config import MethodConfig
 from hf_efficient_attn.methods._shared.registry import make_config
 
 # The values of B * H * D at which lengths are measured: 2 and 16 heads of 64.
-SMALL_DIM, LARGE_DIM = 128, 1024
+SMALL_DIM = 128
+LARGE_DIM = 1024
 # Their head_dim. With a smaller one methods gain later: some of their work, such as choosing landmarks, does not depend
 # on it. On a Xeon with AMX nearfar gains 1.28 times as late with 32, and 1.12 times with 128; kdeformer 1.11 and .97
 # times; longformer .94 and 1.15 times (one thread, float32).
-_HEAD_DIM, _HEAD_POWER = 64, 0.4
+_HEAD_DIM = 64
+_HEAD_POWER = 0.4
 # A length that no sequence has: the method is not faster at any length.
 NEVER = 2**31 - 1
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm, option
 from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features.maps import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map
 from hf_efficient_attn.ops.features.with_window import (
@@ -96,9 +97,11 @@ def initial_parameters(config: FeatureConfig, *, num_kv_heads: int, head_dim: in
 def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> FeatureCall:
     """Make the features for the heads of x (B, H, N, D)."""
     check_parameters(config, x, options, grouped=True)
-    head_dim, given, feature_map = x.shape[3], options.parameters, config.feature_map
+    head_dim = x.shape[3]
+    given = options.parameters
+    feature_map = config.feature_map
     return FeatureCall(
-        features_of_maps(feature_map, config.num_features, options.scale, head_dim, options.seed, x.device),
+        features_of_maps(feature_map, config.num_features, options.scale, head_dim, Draws(options.seed, x.device)),
         (given.get(NAMES[0]), given.get(NAMES[1])),
         config.num_features,
         options.scale,
@@ -123,7 +126,8 @@ def _forward(
 
 def _naive(config: FeatureConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the dense matrix of the logs of all weights."""
-    scores, mask = feature_scores_naive(query, key, _call(config, query, options)), options.key_mask  # (B, H, Nq, Nk)
+    scores = feature_scores_naive(query, key, _call(config, query, options))  # (B, H, Nq, Nk)
+    mask = options.key_mask
     return dense_softmax(scores, value, None if mask is None else mask[:, None], options.is_causal)
 
 

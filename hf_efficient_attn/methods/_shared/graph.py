@@ -66,9 +66,12 @@ def _constant(value: Any) -> Any:
 def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     """Run the eager form."""
     form, values, names, heads, has_mask, is_causal, scale, dropout_p = ast.literal_eval(text)
-    seed, mask, draws = others[0], others[1] if has_mask else None, others[-1] if dropout_p else None
+    seed = others[0]
+    mask = others[1] if has_mask else None
+    draws = others[-1] if dropout_p else None
     query, key, value, *learned = tensors
-    method, number = get_method(values.pop("method")), int(seed)
+    method = get_method(values.pop("method"))
+    number = int(seed)
     seed_of_heads: Seed = HeadSeed(number, HeadSlice(*heads)) if heads else number
     bias = learned.pop() if len(learned) > len(names) else None
     parameters = dict(zip(names, learned, strict=True))
@@ -126,7 +129,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    tensors, others = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    tensors = ctx.saved_tensors[: ctx.count]
+    others = ctx.saved_tensors[ctx.count :]
     found = _OPERATORS.attention_backward(grad, tensors, others, ctx.text)
     return found, [None] * len(others), None, None
 

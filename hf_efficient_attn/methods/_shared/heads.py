@@ -8,8 +8,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
-from hf_efficient_attn.ops.attend import accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias
+from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
 from hf_efficient_attn.ops.index import integers, inverse, take, valid_first
 from hf_efficient_attn.ops.slices import with_zero_gradients
@@ -40,12 +42,14 @@ def by_heads(
     """
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
-    shape, (query, key, value, mask) = query.shape, _flatten(query, key, value, options.key_mask)
+    shape = query.shape
+    query, key, value, mask = _flatten(query, key, value, options.key_mask)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
     if mask is None:
         return unflatten_heads(form(query, key, value).to(value.dtype), shape)
-    order, masked = valid_first(mask), ~mask[:, :, None]  # (BH, N), (BH, N, 1)
+    order = valid_first(mask)  # (BH, N), (BH, N, 1)
+    masked = ~mask[:, :, None]
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
     query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))
     out = take(form(query, key, value).to(value.dtype), inverse(order))
@@ -128,8 +132,18 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
-    scale, dropout_p = options.scale, options.dropout_p
+    scale = options.scale
+    dropout_p = options.dropout_p
     return biased_exact(query, key, value, None, options.key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
+
+
+def is_training(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    """Whether a call is a step of training, in which no form may depend on the data.
+
+    Reentrant checkpointing first computes without a gradient. A drawn seed, or dropout, still shows training.
+    """
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return needs_grad or options.dropout_p > 0.0 or isinstance(seed_value(options.seed), Tensor)
 
 
 def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:

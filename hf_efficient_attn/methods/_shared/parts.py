@@ -49,10 +49,12 @@ def attention_with_state(
         The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
     """
     query, key, value = cast_under_autocast(query, key, value)
-    dtype, given = value.dtype, Arguments(is_causal=True, **arguments)
+    dtype = value.dtype
+    given = Arguments(is_causal=True, **arguments)
     query, key, value, options = prepare(config, query, key, value, given)
     recurrence: Any = get_method(config.method).recurrence
-    (batch, num_heads, q_len, _), num_kv_heads = query.shape, key.shape[1]
+    batch, num_heads, q_len, _ = query.shape
+    num_kv_heads = key.shape[1]
     with torch.autocast(query.device.type, enabled=False):
         new_state = recurrence.update(config, state, key, value, options)
         if state is None:
@@ -90,7 +92,8 @@ def sharded_attention(
         (B, H, n, Dv) in the dtype of `value`.
     """
     query, key, value = cast_under_autocast(query, key, value)
-    dtype, given = value.dtype, Arguments(shards.own_mask, **arguments)
+    dtype = value.dtype
+    given = Arguments(shards.own_mask, **arguments)
     query, key, value, options = prepare(config, query, key, value, given)
     form = get_method(config.method).sharded
 

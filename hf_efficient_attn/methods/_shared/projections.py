@@ -132,7 +132,8 @@ def _attend(
     `options` has the mask of the tokens, which also masks as many queries, as in self-attention. `key_mask` (B, P)
     masks contracted keys.
     """
-    parameters, masks = {name: x for name, x in options.parameters.items() if name not in NAMES}, []
+    parameters = {name: x for name, x in options.parameters.items() if name not in NAMES}
+    masks = []
     if config.averages_queries:
         is_masked = options.key_mask is not None and query.shape[2] == options.key_mask.shape[1]
         masks.append(options.key_mask if is_masked else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool))
@@ -146,7 +147,9 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     kv_len = key.shape[2]
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
     # (B, H, P, .), mask (B, P)
-    keys, values, key_mask = both[0].project(key), both[1].project(value), projected_key_mask(both, key.shape[0])
+    keys = both[0].project(key)
+    values = both[1].project(value)
+    key_mask = projected_key_mask(both, key.shape[0])
     return _attend(config, "forward", query, keys, values, options, key_mask).to(value.dtype)
 
 
@@ -186,7 +189,8 @@ def forward_hidden_states(
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding, by the kernel's readable form."""
-    mask, outs = options.key_mask, []
+    mask = options.key_mask
+    outs = []
     for b, (keys, values) in enumerate(naive_contraction(tables(config, key.shape[2], options), key, value, mask)):
         given = options._replace(key_mask=None if mask is None else mask[b : b + 1])
         own = query[b : b + 1].double(), keys[None], values[None]

@@ -80,7 +80,14 @@ class Method:
     sharded: ShardedForm[Any] | None = None
 
 
-_REGISTRY: dict[str, Method] = {}
+class _Methods(dict[str, Method]):
+    """All methods by name. A call looks its method up here, which costs less than `get_method`."""
+
+    def __missing__(self, name: str) -> Method:
+        raise UnsupportedAttentionError(_no_method(name))
+
+
+METHODS = _Methods()
 _LISTENERS: list[Callable[[str], None]] = []
 
 _EXACT = ("sdpa", "eager")
@@ -138,13 +145,14 @@ def register_method(
     A complete example is in the guide "A method in your own file".
     """
     _check(config_class, forward, naive, initial_parameters, recurrence)
-    name, facts = config_class.method, (f.name for f in dataclasses.fields(MethodInfo))
-    if name in _REGISTRY and not replace:
+    name = config_class.method
+    facts = (f.name for f in dataclasses.fields(MethodInfo))
+    if name in METHODS and not replace:
         raise UnsupportedAttentionError(
             f"a method named {name!r} is registered already: choose another name, or pass replace=True to replace it"
         )
     others: dict[str, Any] = {"name": name, "recurrent": recurrence is not None, "config_class": config_class}
-    _REGISTRY[name] = Method(
+    METHODS[name] = Method(
         info=MethodInfo(**{fact: others[fact] if fact in others else getattr(config_class, fact) for fact in facts}),
         default=config_class(),
         forward=forward,
@@ -227,12 +235,12 @@ def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
 
 def available_methods() -> tuple[str, ...]:
     """Return the names of all methods. Each is also an `attn_implementation`."""
-    return tuple(_REGISTRY)
+    return tuple(METHODS)
 
 
 def methods_with(fact: str) -> list[str]:
     """Return the names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
-    return [name for name, method in _REGISTRY.items() if getattr(method.default, fact)]
+    return [name for name, method in METHODS.items() if getattr(method.default, fact)]
 
 
 def get_method(name: str) -> Method:
@@ -241,9 +249,9 @@ def get_method(name: str) -> Method:
     Raises:
         UnsupportedAttentionError: there is no such method. The message names the most similar one.
     """
-    if not isinstance(name, str) or name not in _REGISTRY:
+    if not isinstance(name, str):
         raise UnsupportedAttentionError(_no_method(name))
-    return _REGISTRY[name]
+    return METHODS[name]
 
 
 def _no_method(value: object) -> str:
@@ -268,7 +276,7 @@ def _no_method(value: object) -> str:
             f"a {type(value).__name__} is no attention method: give a name from hea.available_methods(), or a method's "
             f"config, {orders[isinstance(value, nn.Module)]}"
         )
-    return unknown_method(value, _REGISTRY)
+    return unknown_method(value, METHODS)
 
 
 def method_info(name: str) -> MethodInfo:
@@ -316,7 +324,8 @@ def parameters_of_slice(
         heads: the number of the first head, and the number of all query heads.
         num_heads: the number of query heads.
     """
-    own, one = dict(parameters), parameter_shapes(config)
+    own = dict(parameters)
+    one = parameter_shapes(config)
     for name, shape in parameter_shapes(config, num_heads=2).items():
         if name in own and shape and shape[0] == 2 * one[name][0]:  # one row for each head
             count = own[name].shape[0]

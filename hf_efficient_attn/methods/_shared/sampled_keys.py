@@ -9,6 +9,7 @@ from hf_efficient_attn.kernel.densities import softmax_column_norms
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly
 from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_of, dense_softmax
 from hf_efficient_attn.ops.sampled_keys import bidirectional, causal
 from hf_efficient_attn.ops.sampled_keys.bidirectional import dense_log_weights
@@ -92,7 +93,7 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
         num_probes=config.num_probes,
         independent=config.draw == "independent",
         scale=options.scale,
-        seed=options.seed,
+        draws=Draws(options.seed, query.device),
         batch=query.shape[0],
         groups=config.score_groups,
         shared=config.columns == "all",
@@ -117,7 +118,9 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
 
 def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: the plan of `forward` as a dense matrix of log-weights that is added to the scores."""
-    sampling, (q_len, kv_len) = _sampling_options(config, query, options), (query.shape[2], key.shape[2])
+    sampling = _sampling_options(config, query, options)
+    q_len = query.shape[2]
+    kv_len = key.shape[2]
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
         table = sampling.table

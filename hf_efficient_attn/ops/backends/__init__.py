@@ -1,1 +1,17 @@
-"""Kernels for some devices."""
+"""The table of backends: who computes attention of blocks of queries to their keys.
+
+`attend` asks the backends in the order of the table, and the first that applies computes a call. Whoever has another
+device adds a file with a `Backend`, and a line here before `products`, which computes everything.
+"""
+
+from hf_efficient_attn.ops.backends import cpu, efficient, flash, products, triton
+from hf_efficient_attn.ops.backends.backend import Backend, GatheredBackend
+
+BACKENDS: tuple[Backend, ...] = (
+    cpu.BACKEND,
+    flash.BACKEND,
+    efficient.BACKEND,
+    products.BACKEND,
+)
+# Where none applies, `gathered_attention` copies keys and values and calls `attend`.
+GATHERED_BACKENDS: tuple[GatheredBackend, ...] = (triton.BACKEND,) if triton.IS_INSTALLED else ()

@@ -6,7 +6,6 @@ float32 (`wide_dtype`), also where a docstring says float64.
 """
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -15,26 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-# The Triton kernels hold at most this many numbers of a query, key or value.
-_LARGEST_DIM = 256
 
-
-def triton_applies(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels compute attention of these tensors.
-
-    On an H100 they are 2.5 times as fast as copies of the keys at 65,536 tokens.
-
-    They take up to 256 dimensions on CUDA devices of compute capability 8.0 and later, but no float64 and no transform
-    of `torch.func`. They add gradients in any order.
-    """
-    if not (_HAS_TRITON and all(x.is_cuda and x.dtype != torch.float64 for x in tensors)):
-        return False
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if needs_grad and torch.are_deterministic_algorithms_enabled():
-        return False
-    is_small = max(x.shape[2] for x in tensors) <= _LARGEST_DIM
-    return is_small and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums over numbers of `dtype`: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 _CPU_HAS_BFLOAT16 = bool(
@@ -101,20 +84,18 @@ def float64_device(device: torch.device) -> torch.device:
 
 
 def from_float64(make: _Function) -> _Function:
-    """Decorate a function that makes float64 numbers, and whose last argument is the device of the result.
+    """Decorate a function that makes float64 numbers on the device of its first argument, such as `Draws`.
 
     For a device without float64 it makes them on the CPU, and they are rounded to float32 towards 0. So a seed has the
     same numbers on every device up to rounding, and numbers below 1 stay below 1.
     """
 
     @functools.wraps(make)
-    def call(*arguments: Any, **named: Any) -> Tensor:
-        device = named["device"] if "device" in named else arguments[-1]
-        if wide_dtype(device) == torch.float64:
-            numbers: Tensor = make(*arguments, **named)
+    def call(first: Any, *arguments: Any, **named: Any) -> Tensor:
+        if wide_dtype(first.device) == torch.float64:
+            numbers: Tensor = make(first, *arguments, **named)
             return numbers
-        given = (arguments, named | {"device": _CPU}) if "device" in named else ((*arguments[:-1], _CPU), named)
-        return _rounded(make(*given[0], **given[1])).to(device)
+        return _rounded(make(first._replace(device=_CPU), *arguments, **named)).to(first.device)
 
     return cast(_Function, call)
 

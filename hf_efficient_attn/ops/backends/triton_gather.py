@@ -6,8 +6,8 @@ Gimelshein 2018). The backward computes the weights anew from the lse, as in Fla
 share a key, so it adds the gradients of keys and values atomically to float32 buffers. Products have operands of the
 inputs' dtype and float32 sums.
 
-Only `hf_efficient_attn.ops.slices` imports this module, and only for tensors that it computes. With TRITON_INTERPRET=1
-in the environment before the first import of Triton, the kernels run on the CPU.
+Only `hf_efficient_attn.ops.backends.triton` imports this module, and only for tensors that it computes. With
+TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
 from typing import Any
@@ -54,7 +54,8 @@ def tiling(block_q: int, dim: int, itemsize: int, backward: bool) -> tuple[int, 
 def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     # Triton's interpreter does not compute products of bfloat16 numbers correctly.
     if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -75,6 +76,20 @@ def _load_rows(matrix, row, exists, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Load rows of a matrix (., DIM): (., PADDED), 0 for rows that do not exist."""
     dims = tl.arange(0, PADDED)
     return tl.load(matrix + row[:, None] * DIM + dims, mask=exists[:, None] & (dims < DIM), other=0.0)
+
+
+@triton.jit
+def _store_rows(matrix, row, exists, x, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Store x (., PADDED) in rows of a matrix (., DIM), except rows that do not exist."""
+    dims = tl.arange(0, PADDED)
+    tl.store(matrix + row[:, None] * DIM + dims, x.to(matrix.dtype.element_ty), exists[:, None] & (dims < DIM))
+
+
+@triton.jit
+def _add_to_rows(matrix, row, used, x, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Add x (., PADDED) to rows of a float32 matrix (., DIM), which other programs change at the same time."""
+    dims = tl.arange(0, PADDED)
+    tl.atomic_add(matrix + row[:, None] * DIM + dims, x, used[:, None] & (dims < DIM), sem="relaxed")
 
 
 @triton.jit
@@ -111,8 +126,7 @@ def _forward_kernel(
     UPCAST: tl.constexpr,
 ):
     head, block, row, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
-    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM)
-    queries = queries.to(key.dtype.element_ty)
+    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
     scale = scale * _LOG2_E
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -134,9 +148,7 @@ def _forward_kernel(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     tl.store(lse + row, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
-    dims = tl.arange(0, PADDED_VALUE_DIM)
-    outs = out + row[:, None] * VALUE_DIM + dims
-    tl.store(outs, (sums / total[:, None]).to(out.dtype.element_ty), exists[:, None] & (dims < VALUE_DIM))
+    _store_rows(out, row, exists, sums / total[:, None], VALUE_DIM, PADDED_VALUE_DIM)
 
 
 @triton.jit
@@ -173,8 +185,7 @@ def _backward_kernel(
     UPCAST: tl.constexpr,
 ):
     head, block, row, exists = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
-    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM)
-    queries = queries.to(key.dtype.element_ty)
+    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
     grad = _load_rows(grad_out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
     outs = _load_rows(out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
     # d scores = P * (grad_out . v_j - grad_out . out + grad_lse) with P = exp(scores - lse). P = 0 without any key.
@@ -190,21 +201,17 @@ def _backward_kernel(
         values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
         scores = _dot(queries, tl.trans(keys), PRECISION, UPCAST) * (scale * _LOG2_E) + weight[None, :]
         weights = tl.exp2(scores - own_lse[:, None])  # (BLOCK_M, BLOCK_N)
-        own = (head * kv_len + positions)[:, None]
-        dims = tl.arange(0, PADDED_VALUE_DIM)
+        own = head * kv_len + positions
         some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION, UPCAST)  # (BLOCK_N, Dv)
-        tl.atomic_add(grad_value + own * VALUE_DIM + dims, some, used[:, None] & (dims < VALUE_DIM), sem="relaxed")
+        _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_VALUE_DIM)
         grad_scores = weights * (_dot(grad, tl.trans(values), PRECISION, UPCAST) - delta[:, None])
         if WITH_LOG_WEIGHT:
             tl.atomic_add(grad_log_weight + entries, tl.sum(grad_scores, 0), used, sem="relaxed")
         rounded = grad_scores.to(keys.dtype)
-        dims = tl.arange(0, PADDED_HEAD_DIM)
         some = _dot(tl.trans(rounded), queries, PRECISION, UPCAST) * scale  # (BLOCK_N, D)
-        tl.atomic_add(grad_key + own * HEAD_DIM + dims, some, used[:, None] & (dims < HEAD_DIM), sem="relaxed")
+        _add_to_rows(grad_key, own, used, some, HEAD_DIM, PADDED_HEAD_DIM)
         sums += _dot(rounded, keys, PRECISION, UPCAST)  # (BLOCK_M, D)
-    dims = tl.arange(0, PADDED_HEAD_DIM)
-    rows = grad_query + row[:, None] * HEAD_DIM + dims
-    tl.store(rows, (sums * scale).to(grad_query.dtype.element_ty), exists[:, None] & (dims < HEAD_DIM))
+    _store_rows(grad_query, row, exists, sums * scale, HEAD_DIM, PADDED_HEAD_DIM)
 
 
 # Whether Triton was imported to interpret its kernels on the CPU.
@@ -216,7 +223,9 @@ def _launch(kernel: Any, given: tuple[Any, ...], others: list[Tensor], **constan
     query, key, value, index, log_weight, order, block_q, scale = given
     if order is None:
         order = torch.arange(query.shape[1], device=query.device).expand(query.shape[:2])
-    (batch_heads, num_blocks, num_keys), head_dim, value_dim = index.shape, query.shape[2], value.shape[2]
+    batch_heads, num_blocks, num_keys = index.shape
+    head_dim = query.shape[2]
+    value_dim = value.shape[2]
     itemsize = max(x.element_size() for x in (key, value))
     tiles = tiling(block_q, max(head_dim, value_dim), itemsize, backward=kernel is _backward_kernel)
     chunks = -(-block_q // tiles[0])
@@ -275,7 +284,8 @@ def gather_attend(
 class _GatherAttend(torch.autograd.Function):
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
-        query, value = given[0], given[2]
+        query = given[0]
+        value = given[2]
         out = value.new_empty(*query.shape[:2], value.shape[2])  # (BH, Nq, Dv)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         if lse.numel():
@@ -290,7 +300,8 @@ class _GatherAttend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        (query, key, value, index), with_log_weight = tensors[:4], ctx.needs_input_grad[4]
+        query, key, value, index = tensors[:4]
+        with_log_weight = ctx.needs_input_grad[4]
         grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         grad_key, grad_value, grad_log_weight = (
             torch.zeros(shape, dtype=torch.float32, device=query.device)

@@ -19,11 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import LOG2_E, accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import from_float64, sum_dtype
-from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.attend import LOG2_E
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, from_float64, sum_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import ceil_div, constant
-from hf_efficient_attn.ops.shards import Seed
 
 # The learned features, and the names of their maps as learned parameters.
 LEARNED = ("hedgehog", "t2r", "exp")
@@ -34,7 +33,8 @@ EMPTY = -1e30
 # query shares with the keys are smaller, the output is about the mean of the values and not 0 / 0.
 _LEAST = 1e-12
 # The smallest and the largest exponent of a feature "exp" of a key.
-_LEAST_LOG, _LARGEST_LOG = -27.0, 60.0
+_LEAST_LOG = -27.0
+_LARGEST_LOG = 60.0
 # The initial bias of "t2r". With 0 the length of a query would have no effect.
 _START_BIAS = 0.25
 _STREAM = 61
@@ -98,7 +98,7 @@ def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, 
     )
 
 
-def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: torch.device) -> Features:
+def favor(num_features: int, scale: float, head_dim: int, draws: Draws) -> Features:
     """Return positive orthogonal random features of exp(scale q . k).
 
     With r, the largest w_f . x of a token, its features are exp(w_f . x - r) <= 1, and exp(r - |x|^2/2) is their
@@ -106,7 +106,7 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
     float32. The scale is split evenly between queries and keys; queries take its sign.
     """
     # Kept if the seed is a number, because QR takes longer than short attention: (F, D).
-    weight = orthogonal_features(num_features, head_dim, seed, device) * abs(scale) ** 0.5
+    weight = orthogonal_features(draws, num_features, head_dim) * abs(scale) ** 0.5
     directions = weight.t() * LOG2_E  # (D, F)
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,11 +131,11 @@ def favor(num_features: int, scale: float, head_dim: int, seed: Seed, device: to
 
 
 def features_of_maps(
-    feature_map: str, num_features: int, scale: float, head_dim: int, seed: Seed, device: torch.device
+    feature_map: str, num_features: int, scale: float, head_dim: int, draws: Draws
 ) -> Callable[[Tensor | None, Tensor | None], Features]:
     """Return a function from the maps of queries and of keys (None for "favor" and "elu") to the features."""
     is_random = feature_map == "favor"
-    fixed = favor(num_features, scale, head_dim, seed, device) if is_random else elu_map(scale, head_dim)
+    fixed = favor(num_features, scale, head_dim, draws) if is_random else elu_map(scale, head_dim)
 
     def features(query_map: Tensor | None, key_map: Tensor | None) -> Features:
         if query_map is None or key_map is None:
@@ -205,7 +205,7 @@ def start_map(
     sqrt(D / F). All columns are multiplied by a factor of the feature map.
     """
     num_blocks = ceil_div(num_features, head_dim)
-    numbers = normal((num_blocks, head_dim, head_dim), seed, _STREAM, torch.device("cpu"))  # (blocks, D, D)
+    numbers = Draws(seed, torch.device("cpu")).normal((num_blocks, head_dim, head_dim), _STREAM)  # (blocks, D, D)
     columns = torch.linalg.qr(numbers)[0]  # (blocks, D, D)
     if num_features >= head_dim:
         columns[0] = torch.eye(head_dim, dtype=columns.dtype, device=columns.device)
@@ -226,16 +226,16 @@ def log_weight_of_zeros(feature_map: str, num_features: int) -> float:
 
 @constant
 @from_float64
-def orthogonal_features(num_features: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
+def orthogonal_features(draws: Draws, num_features: int, head_dim: int) -> Tensor:
     """Draw Gaussian directions that are orthogonal within blocks of D: float64 (F, D).
 
     A block is the Q of a Gaussian matrix, which is Haar distributed after its signs are fixed. Each direction gets the
     length of an independent Gaussian vector, so that it is standard normal by itself.
     """
     blocks = ceil_div(num_features, head_dim)
-    q, r = torch.linalg.qr(normal((blocks, head_dim, head_dim), seed, 5, device))  # (blocks, D, D) each
+    q, r = torch.linalg.qr(draws.normal((blocks, head_dim, head_dim), 5))  # (blocks, D, D) each
     signs = r.diagonal(dim1=1, dim2=2).sign()
     directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]  # (F, D)
-    lengths = torch.linalg.vector_norm(normal((num_features, head_dim), seed, 7, device), dim=1, keepdim=True)
+    lengths = torch.linalg.vector_norm(draws.normal((num_features, head_dim), 7), dim=1, keepdim=True)
     features: Tensor = directions * lengths
     return features

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -24,7 +25,9 @@ from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # With up to `_FEW_FEATURES` features a chunk has `_SMALL_CHUNK` tokens, with more it has `_CHUNK`. A segment has
 # `_SEGMENT_CHUNKS` chunks, and the triangular matrix has as many rows.
-_FEW_FEATURES, _SMALL_CHUNK, _CHUNK = 128, 64, 128
+_FEW_FEATURES = 128
+_SMALL_CHUNK = 64
+_CHUNK = 128
 _SEGMENT_CHUNKS = 32
 # The bidirectional form processes this many tokens of several heads together.
 _SEGMENT = 512
@@ -55,6 +58,11 @@ class Tokens(NamedTuple):
     value: Tensor
     key_mask: Tensor | None
 
+    def reversed(self) -> "Tokens":
+        """Return the tokens in reverse order."""
+        mask = None if self.key_mask is None else self.key_mask.flip(1)
+        return Tokens(self.query.flip(1), self.key.flip(1), self.value.flip(1), mask)
+
 
 def union(*states: FeatureState) -> FeatureState:
     """Merge states into the state of all their tokens."""
@@ -63,7 +71,7 @@ def union(*states: FeatureState) -> FeatureState:
     return FeatureState(sums, log)
 
 
-def update_state(
+def add_to_state(
     state: FeatureState | None, key: Tensor, value: Tensor, key_mask: Tensor | None, features: Features
 ) -> FeatureState:
     """Add tokens, key (..., N, D), value (..., N, Dv) and mask (..., N), to a state, or to no tokens for None."""
@@ -76,7 +84,8 @@ def update_state(
     else:
         log = log_weight.detach().amax(-1)
         weight = torch.exp2(log_weight - log.unsqueeze(-1)).to(phi.dtype).unsqueeze(-1)  # (..., N, 1)
-        norm, value = (phi.mT @ weight).to(acc_dtype), value * weight  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
+        norm = (phi.mT @ weight).to(acc_dtype)  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
+        value = value * weight
     # (..., F, N) @ (..., N, Dv) -> (..., F, Dv), and 8 columns of norms
     sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
     own = FeatureState(sums, log)
@@ -100,9 +109,10 @@ def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) ->
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
     numel = tokens.key.shape[0] * max(count_of(features, tokens), tokens.key.shape[2])
-    step, state = slice_size(2 * numel, tokens.key.device), None
+    step = slice_size(2 * numel, tokens.key.device)
+    state = None
     for key, value, key_mask in _segments(step, *tokens[1:]):
-        state = update_state(state, key, value, key_mask, features)
+        state = add_to_state(state, key, value, key_mask, features)
 
     def some_queries(query: Tensor) -> Tensor:
         assert state is not None
@@ -117,7 +127,8 @@ def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.
     The directions attend to the keys, with the log factors of the keys as a bias. The queries attend to the
     directions, whose values are these outputs and whose bias is their lse.
     """
-    (query, key, value, key_mask), scale = tokens, features.scale
+    query, key, value, key_mask = tokens
+    scale = features.scale
     assert features.directions is not None
     query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
     directions = features.directions.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
@@ -225,7 +236,8 @@ def _causal_segment(
     tokens: Tokens, features: Features, size: int, dropout_p: float, state: FeatureState | None
 ) -> tuple[Partial, FeatureState]:
     """Compute `causal` for tokens in chunks of `size`, and the state after them."""
-    (batch_heads, length, _), acc_dtype = tokens.value.shape, accumulation_dtype(tokens.value.dtype)
+    batch_heads, length, _ = tokens.value.shape
+    acc_dtype = accumulation_dtype(tokens.value.dtype)
     phi_q, log_factor = features.of_query(tokens.query)
     phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
     dtype = phi_k.dtype
@@ -239,9 +251,11 @@ def _causal_segment(
 
     def all_sums(phi_q: Tensor) -> Tensor:
         """Sum values and, in the last columns, weights for each query: (BH, N, Dv + 8)."""
-        pairs, earlier = torch.bmm(phi_q, phi_k.mT).tril_(), torch.bmm(phi_q, states)
+        pairs = torch.bmm(phi_q, phi_k.mT).tril_()
+        earlier = torch.bmm(phi_q, states)
         if factors is not None:
-            pairs, earlier = pairs * factors.of_pairs.to(dtype), earlier * factors.of_query.to(dtype)
+            pairs = pairs * factors.of_pairs.to(dtype)
+            earlier = earlier * factors.of_query.to(dtype)
         result = torch.baddbmm(earlier, pairs, value)  # (BH * C, S, S) @ (BH * C, S, Dv + 8)
         return result.view(batch_heads, -1, result.shape[2])[:, :length]
 
@@ -353,8 +367,7 @@ def features_beyond(
     earlier = causal(_moved(tokens, distance), features, dropout_p, state)
     if is_causal:
         return [earlier]
-    reverse = Tokens(*(None if x is None else x.flip(1) for x in tokens))  # type: ignore[arg-type]
-    later = causal(_moved(reverse, distance), features, dropout_p)
+    later = causal(_moved(tokens.reversed(), distance), features, dropout_p)
     return [earlier, Partial(*(x.flip(1) for x in later))]
 
 
@@ -372,7 +385,8 @@ def _moved(tokens: Tokens, distance: int) -> Tokens:
 
 def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
     """Compute the logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
-    (phi_q, log_q), (phi_k, log_k) = features.of_query(query), features.of_key(key, None)
+    phi_q, log_q = features.of_query(query)
+    phi_k, log_k = features.of_key(key, None)
     logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
     logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
     logs = logs if log_k is None else logs + log_k.unsqueeze(-2)

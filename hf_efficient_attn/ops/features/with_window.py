@@ -13,18 +13,20 @@ tokens as they are, and represents all earlier tokens by the sums of a `FeatureS
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.exact import mask_bias, window_partial
+from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.features.sums import (
     FeatureState,
     Tokens,
+    add_to_state,
     bidirectional,
     causal,
     features_beyond,
@@ -33,17 +35,22 @@ from hf_efficient_attn.ops.features.sums import (
     query_state,
     through_directions,
     union,
-    update_state,
 )
 from hf_efficient_attn.ops.shards import Shards, gather
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
+from hf_efficient_attn.ops.windows import window_partial
 
 # Features are kept for the backward pass if a token has at most `_FEW_FEATURES`, which take little more memory than the
 # keys, or a call has at most `_KEPT_NUMEL` numbers. Otherwise they are computed again, in up to half as much more time.
-_FEW_FEATURES, _KEPT_NUMEL = 128, 1 << 22
+_FEW_FEATURES = 128
+_KEPT_NUMEL = 1 << 22
 # A process has the features of this many tokens in memory at a time.
 _BLOCK = 1 << 14
+
+
+# Maps of queries and of keys to features, or two times None if the features are not learned.
+Maps = tuple[Tensor | None, Tensor | None]
 
 
 class FeatureCall(NamedTuple):
@@ -62,7 +69,7 @@ class FeatureCall(NamedTuple):
     """
 
     of_maps: Callable[[Tensor | None, Tensor | None], Features]
-    maps: tuple[Tensor | None, Tensor | None]
+    maps: Maps
     num_features: int
     scale: float
     dropout_p: float
@@ -70,9 +77,13 @@ class FeatureCall(NamedTuple):
     window_size: int = 0
     log_weight: Tensor | float = 0.0
 
-    def maps_for(self, num_heads: int) -> list[Tensor | None]:
-        """Return the maps of `num_heads` heads, (H, D, F) each."""
-        return [None if x is None else x.repeat_interleave(num_heads // x.shape[0], 0) for x in self.maps]
+    def maps_for(self, num_heads: int, batch: int = 1) -> Maps:
+        """Return the maps of `num_heads` heads of each of `batch` sequences, (BH, D, F) each."""
+        query_map, key_map = (
+            None if x is None else x.repeat_interleave(num_heads // x.shape[0], 0).repeat(batch, 1, 1)
+            for x in self.maps
+        )
+        return query_map, key_map
 
     def features(self, x: Tensor) -> Features:
         """Return the features of tokens with the heads of x (B, H, N, D)."""
@@ -80,7 +91,8 @@ class FeatureCall(NamedTuple):
 
     def log_weight_for(self, x: Tensor) -> Tensor:
         """Return the constant c of the heads of x (B, H, N, D): (H, 1)."""
-        num_heads, dtype = x.shape[1], accumulation_dtype(x.dtype)
+        num_heads = x.shape[1]
+        dtype = accumulation_dtype(x.dtype)
         if not isinstance(self.log_weight, Tensor):
             return torch.full((num_heads, 1), self.log_weight, dtype=dtype, device=x.device)
         return self.log_weight.repeat_interleave(num_heads // self.log_weight.shape[0]).to(dtype).unsqueeze(1)
@@ -123,89 +135,126 @@ def feature_attention(
     if not call.is_causal and features.directions is not None:
         return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, *rest: Tensor | None) -> Tensor:
-        tokens, features = Tokens(query, key, value, key_mask), call.of_maps(*rest[:2])
+    def some_heads(tokens: Tokens, maps: Maps, before: FeatureState | None) -> Tensor:
+        features = call.of_maps(*maps)
         if call.is_causal:
-            before = FeatureState(*rest[2:]) if rest[2:] else None  # type: ignore[arg-type]
             return causal(tokens, features, call.dropout_p, before).out.to(value.dtype)
         return bidirectional(tokens, features, call.dropout_p).to(value.dtype)
 
-    maps = (None if x is None else x.repeat(query.shape[0], 1, 1) for x in call.maps_for(query.shape[1]))
-    before = (x.flatten(0, 1) for x in state or ())
-    draws, count = call.dropout_p > 0.0, call.num_features
-    out = _over_heads(some_heads, *tokens, *maps, *before, num_features=count, draws=draws, is_causal=call.is_causal)
+    maps = call.maps_for(query.shape[1], query.shape[0])
+    before = None if state is None else FeatureState(state.sums.flatten(0, 1), state.log.flatten(0, 1))
+    size = numel_of_head(tokens.key, call.num_features, is_causal=call.is_causal)
+    out = _over_heads(some_heads, tokens, maps, before, numel=size, num_features=call.num_features, call=call)
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
 
 
 def _over_heads(
-    function: Callable[..., Tensor], *tensors: Tensor | None, num_features: int, draws: bool, is_causal: bool = True
+    form: Callable[..., Tensor], tokens: Tokens, *others: Any, numel: int, num_features: int, call: FeatureCall
 ) -> Tensor:
-    """Call a function with the query, key, value and other tensors (BH, ...) of some heads at a time."""
-    key = tensors[1]
-    if exporting_to_onnx() or key is None:
-        return function(*tensors)
-    size = slice_size(numel_of_head(key, num_features, is_causal=is_causal), key.device)
+    """Call form(tokens, *others) with the tokens (BH, N, .) of some heads at a time.
+
+    `numel` is the size of the temporaries of a head, and `num_features` the number of features of a token.
+    """
+    if exporting_to_onnx():
+        return form(tokens, *others)
+    key = tokens.key
     recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
-    return sliced(function, *tensors, size=size, draws=draws, recompute=recompute)
+    size = slice_size(numel, key.device)
+    return sliced(form, tokens, *others, size=size, draws=call.dropout_p > 0.0, recompute=recompute)
 
 
 def _windowed(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall, state: State | None
 ) -> Tensor:
     """Compute `feature_attention` with a window."""
-    learned, first = [*call.maps_for(query.shape[1]), call.log_weight_for(query)], 0
+    batch, num_heads = query.shape[:2]
+    first = 0
     if isinstance(state, WindowState):  # prepend the tokens in the window of the first query; their outputs are dropped
         first = state.key.shape[2]
         key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         key_mask = torch.cat((state.valid[:, 0] > 0, key_mask), 1)
         query = pad(query, (0, 0, first, 0))
         key, value = (torch.cat((x.to(y.dtype), y), 2) for x, y in ((state.key, key), (state.value, value)))
-
-    def some_heads(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        query_map, key_map, log_weight, *sums = rest
-        length, scale, dropout_p = query.shape[1], call.scale, call.dropout_p
-        left = call.window_size if exporting_to_onnx() else min(call.window_size, length - 1)
-        right = 0 if call.is_causal else left
-        near = window_partial(query, key, value, mask, left=left, right=right, scale=scale, dropout_p=dropout_p)
-        if not exporting_to_onnx() and length <= call.window_size + 1:
-            return near.out
-        tokens, features = Tokens(query, key, value, mask), call.of_maps(query_map, key_map)
-        before, distance = FeatureState(*sums) if sums else None, call.window_size + 1
-        far = features_beyond(tokens, features, distance, call.is_causal, dropout_p, before)
-        return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(value.dtype)
-
-    def of_batch(mask: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        function, draws = functools.partial(some_heads, mask), call.dropout_p > 0.0
-        return _over_heads(function, *tensors, num_features=2 * call.num_features, draws=draws)
-
-    tokens = query, key, value, *(() if state is None else state[:2])
+    before = None if state is None else FeatureState(state.sums, state.log)
+    form = functools.partial(_window_and_features, call)
+    sizes = {"numel": numel_of_head(key, 2 * call.num_features, is_causal=True), "num_features": 2 * call.num_features}
+    log_weight = call.log_weight_for(query)
     if key_mask is None or exporting_to_onnx():
-        mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
-        flat = [x.flatten(0, 1) for x in tokens]
-        whole = (None if x is None else x.repeat(query.shape[0], *[1] * (x.ndim - 1)) for x in learned)
-        out: Tensor = of_batch(mask, *flat[:3], *whole, *flat[3:]).unflatten(0, query.shape[:2])
-        return out[:, :, first:]
+        mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
+        tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)
+        if before is not None:
+            before = FeatureState(before.sums.flatten(0, 1), before.log.flatten(0, 1))
+        maps = call.maps_for(num_heads, batch)
+        out = _over_heads(form, tokens, maps, log_weight.repeat(batch, 1), before, **sizes, call=call)
+        unflat: Tensor = out.unflatten(0, (batch, num_heads))
+        return unflat[:, :, first:]
     # As for the window alone, compute one sequence at a time, so that all heads share the bias of its mask.
-    rows = zip(key_mask.unsqueeze(1), *tokens, strict=True)
-    return torch.stack([of_batch(mask, *own[:3], *learned, *own[3:]) for mask, *own in rows])[:, :, first:]
+    maps = call.maps_for(num_heads)
+    outs = []
+    for row, mask in enumerate(key_mask.unsqueeze(1)):  # (1, N)
+        own = None if before is None else FeatureState(before.sums[row], before.log[row])
+        tokens = Tokens(query[row], key[row], value[row], None)
+        outs.append(_over_heads(functools.partial(form, mask=mask), tokens, maps, log_weight, own, **sizes, call=call))
+    return torch.stack(outs)[:, :, first:]
+
+
+def _window_and_features(
+    call: FeatureCall,
+    tokens: Tokens,
+    maps: Maps,
+    log_weight: Tensor,
+    before: FeatureState | None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Compute attention of some heads to a window exactly and to the features of the keys beyond it: (BH, N, Dv).
+
+    Args:
+        call: options.
+        tokens: queries, keys and values (BH, N, .).
+        maps: maps of queries and of keys, (BH, D, F).
+        log_weight: (BH, 1), added to the log-weight of the features.
+        before: the state of earlier tokens, or None.
+        mask: bool (1, N), the mask of all heads, or None for the mask of `tokens`.
+    """
+    tokens = tokens if mask is None else tokens._replace(key_mask=mask)
+    length = tokens.query.shape[1]
+    left = call.window_size if exporting_to_onnx() else min(call.window_size, length - 1)
+    right = 0 if call.is_causal else left
+    scale = call.scale
+    dropout_p = call.dropout_p
+    near = window_partial(*tokens, left=left, right=right, scale=scale, dropout_p=dropout_p)
+    if not exporting_to_onnx() and length <= call.window_size + 1:
+        return near.out
+    features = call.of_maps(*maps)
+    far = features_beyond(tokens, features, call.window_size + 1, call.is_causal, dropout_p, before)
+    return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(tokens.value.dtype)
 
 
 def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall) -> State:
     """Return the state after more tokens, key (B, H, N, D), value (B, H, N, Dv) and mask (B, N) or None."""
-    (batch, num_heads, length, _), dtype, features = key.shape, accumulation_dtype(key.dtype), call.features(key)
-    key, value = key.to(dtype), value.to(dtype)
-    before = None if state is None else FeatureState(*state[:2])
+    batch, num_heads, length, _ = key.shape
+    dtype = accumulation_dtype(key.dtype)
+    features = call.features(key)
+    key = key.to(dtype)
+    value = value.to(dtype)
+    before = None if state is None else FeatureState(state.sums, state.log)
     if not call.window_size:
-        return update_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
+        return add_to_state(before, key, value, None if key_mask is None else key_mask[:, None], features)
     valid = torch.ones_like(key[..., 0]) if key_mask is None else key_mask[:, None].to(dtype)
-    valid, kept = valid.expand(batch, num_heads, length), call.window_size + 1  # (B, H, N)
+    valid = valid.expand(batch, num_heads, length)  # (B, H, N)
+    kept = call.window_size + 1
     if state is None:
-        key, value, valid = pad(key, (0, 0, kept, 0)), pad(value, (0, 0, kept, 0)), pad(valid, (kept, 0))
+        key = pad(key, (0, 0, kept, 0))
+        value = pad(value, (0, 0, kept, 0))
+        valid = pad(valid, (kept, 0))
     else:
-        key, value, valid = (torch.cat(pair, 2) for pair in zip(state[2:], (key, value, valid), strict=True))
+        assert isinstance(state, WindowState)
+        key = torch.cat((state.key, key), 2)
+        value = torch.cat((state.value, value), 2)
+        valid = torch.cat((state.valid, valid), 2)
     # For each token that came in, one leaves the window of the next query.
-    sums = update_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
+    sums = add_to_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
     # A copy, so that the other tokens are not kept in memory.
     return WindowState(*sums, *(x[:, :, length:].clone() for x in (key, value, valid)))
 
@@ -213,7 +262,7 @@ def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor
 def read_state(query: Tensor, state: State, call: FeatureCall) -> Tensor:
     """Compute attention of queries (B, H, N, D) to a state's tokens. With a window N is 1: the newest token's query."""
     query = query.to(state.sums.dtype)
-    far = query_state(query, FeatureState(*state[:2]), call.features(query), call.dropout_p)
+    far = query_state(query, FeatureState(state.sums, state.log), call.features(query), call.dropout_p)
     if not isinstance(state, WindowState):
         return far.out
     blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))  # (BH, 1, 1 or W, .)
@@ -231,7 +280,8 @@ def sharded_feature_attention(
     In the bidirectional form queries read the union of all states. In the causal form the union of the states of
     earlier processes is the initial state of the process's own tokens.
     """
-    state, groups = None, query.shape[1] // key.shape[1]
+    state = None
+    groups = query.shape[1] // key.shape[1]
     for start in range(0, key.shape[2], _BLOCK):
         some = slice(start, start + _BLOCK)
         own_mask = None if key_mask is None else key_mask[:, some]
@@ -247,17 +297,20 @@ def sharded_feature_attention(
 def _of_all(state: FeatureState, shards: Shards, is_causal: bool) -> FeatureState:
     """Return the state of the tokens of all processes, or of the processes before this one."""
     packed = gather(torch.cat((state.sums.flatten(2), state.log.unsqueeze(2)), 2), shards.group)
-    sums, log = packed[..., :-1].unflatten(3, state.sums.shape[2:]), packed[..., -1].detach()
+    sums = packed[..., :-1].unflatten(3, state.sums.shape[2:])
+    log = packed[..., -1].detach()
     if is_causal:
         # States are replaced and not left out, so that every process has a gradient to send.
         before = (torch.arange(shards.size, device=log.device) < shards.rank).view(-1, 1, 1)
-        sums, log = torch.where(before[..., None, None], sums, 0.0), torch.where(before, log, EMPTY)
+        sums = torch.where(before[..., None, None], sums, 0.0)
+        log = torch.where(before, log, EMPTY)
     return union(*(FeatureState(*x) for x in zip(sums, log, strict=True)))
 
 
 def feature_scores_naive(query: Tensor, key: Tensor, call: FeatureCall) -> Tensor:
     """Compute the logs of all weights, the readable form: float64 (B, H, Nq, Nk)."""
-    query, key = query.double(), key.double()
+    query = query.double()
+    key = key.double()
     logs = log_weights_naive(query, key, call.features(query))
     if not call.window_size:
         return logs

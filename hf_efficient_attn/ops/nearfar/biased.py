@@ -17,19 +17,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.exact import bias_between, bias_of
 from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.bidirectional import (
     LEAST_SHARE,
     compute_probes,
-    corrected,
-    corrected_naive,
-    replaced,
+    correct_by_probes,
+    correct_by_probes_naive,
+    replace_counted,
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
-    CoresetOptions,
+    NearFarOptions,
+    Represented,
     choose_landmarks,
     landmarks_naive,
     represent,
@@ -80,7 +82,8 @@ def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: i
         (BH, P, m), and the number of tokens of a part.
     """
     # Parts have equal numbers of tokens, so that padding before a sequence and other sequences change nothing.
-    length, kv_len = max(x.shape[1] for x in bias[1:]), weight.shape[1]
+    length = max(bias.query_position.shape[1], bias.key_position.shape[1])
+    kv_len = weight.shape[1]
     size = ceil_div(length, _PARTS)
     distance = bias.distances(size, ceil_div(length, size))  # (1 or BH, P, P)
     end = int(distance.abs().amax()) + size
@@ -98,7 +101,7 @@ def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: i
     return mean.log() + largest.unsqueeze(2), size
 
 
-def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: CoresetOptions) -> Tensor:
+def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: NearFarOptions) -> Tensor:
     """Compute bidirectional attention with a bias by distance.
 
     Args:
@@ -111,45 +114,45 @@ def biased_coreset_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     Returns:
         (BH, Nq, Dv) in the accumulation dtype.
     """
-    query, key, value, table = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value, bias.table))
+    query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
+    bias = bias.expanded(len(query), key.dtype)
     key = key - key.mean(1, keepdim=True)
     window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
     landmarks = choose_landmarks(query, key, options)
     keys = represent(key, value, landmarks)
-    mean, size = _mean_bias(
-        _weights(keys.key_bias), keys.landmark, options.num_samples, bias._replace(table=table), window.reach
-    )
+    mean, size = _mean_bias(_weights(keys.key_bias), keys.landmark, options.num_samples, bias, window.reach)
     call = {"scale": options.scale, "dropout_p": options.dropout_p}
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        centers, values, offsets, landmark, key_bias, mean, table, query_position, key_position = rest
+    def some_heads(
+        query: Tensor, key: Tensor, value: Tensor, center: Tensor, keys: Represented, mean: Tensor, bias: Bias
+    ) -> Tensor:
         blocks = pad_to_blocks(query, window.block_q)  # (BH, T, block_q, D)
-        position = pad_to_blocks(query_position.unsqueeze(2), window.block_q).squeeze(3)  # (1 or BH, T, block_q)
+        position = pad_to_blocks(bias.query_position.unsqueeze(2), window.block_q).squeeze(3)  # (BH, T, block_q)
         own = mean.index_select(1, window.middle // size)  # (BH, T, m)
-        far = attend(blocks, centers[:, None], values[:, None], (offsets[:, None] + own).unsqueeze(2), **call)
+        far_bias = (keys.bias[:, None] + own).unsqueeze(2)  # (BH, T, 1, m)
+        far = attend(blocks, center[:, None], keys.value[:, None], far_bias, **call)
         near_key, near_value = (x[:, window.key_index] for x in (key, value))  # (BH, T, w, .)
-        exact = attend(
-            blocks, near_key, near_value, bias_between(table, position, key_position[:, window.key_index]), **call
-        )
-        landmark, key_bias = landmark[:, window.key_index], key_bias[:, window.key_index]  # (BH, T, w)
+        near_bias = bias_between(bias.table, position, bias.key_position[:, window.key_index])
+        exact = attend(blocks, near_key, near_value, near_bias, **call)
+        landmark = keys.landmark[:, window.key_index]  # (BH, T, w)
+        key_bias = keys.key_bias[:, window.key_index]
         key_bias = (key_bias + own.gather(2, landmark)).unsqueeze(2)
-        near_centers = take(centers, landmark.flatten(1)).unflatten(1, landmark.shape[1:])
+        near_centers = take(center, landmark.flatten(1)).unflatten(1, landmark.shape[1:])
         counted = attend(blocks, near_centers, near_value, key_bias, **call)
         parts = (Partial(x.out, x.lse.unsqueeze(3)) for x in (far, counted, exact))
-        return replaced(*parts).flatten(1, 2)[:, : query.shape[1]]
+        return replace_counted(*parts).flatten(1, 2)[:, : query.shape[1]]
 
     columns = window.key_index.shape[0] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
-    positions = (x.expand(len(query), -1) for x in bias[1:])
-    tensors = landmarks.key, keys.value, keys.bias, keys.landmark, keys.key_bias, mean, table, *positions
-    draws, rows = options.dropout_p > 0.0, slice_size(columns // 4, key.device)
-    out = sliced(some_heads, query, key, value, *tensors, size=rows, draws=draws)
+    draws = options.dropout_p > 0.0
+    rows = slice_size(columns // 4, key.device)
+    out = sliced(some_heads, query, key, value, landmarks.key, keys, mean, bias, size=rows, draws=draws)
     if not options.num_probes:
         return out
 
     def bias_of_rows(probe: Tensor) -> Tensor:
-        return Bias(table, bias.query_position[:, probe], bias.key_position).of_pairs()[:, None]
+        return Bias(bias.table, bias.query_position[:, probe], bias.key_position).of_pairs()[:, None]
 
-    return corrected(query, out, compute_probes(query, key, value, options, bias_of_rows))
+    return correct_by_probes(query, out, compute_probes(query, key, value, options, bias_of_rows))
 
 
 def _weights(key_bias: Tensor) -> Tensor:
@@ -157,7 +160,7 @@ def _weights(key_bias: Tensor) -> Tensor:
     return (key_bias - key_bias.detach().amax(1, keepdim=True)).exp()
 
 
-def biased_coreset_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: CoresetOptions) -> Tensor:
+def biased_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: NearFarOptions) -> Tensor:
     """Compute the readable form, by dense matrices of one head after another, with the landmarks of the fast form."""
     window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
     with torch.no_grad():
@@ -183,5 +186,5 @@ def biased_coreset_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, 
         is_rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= torch.tensor(LEAST_SHARE).log()
         only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ v
         out = torch.where(is_rounding[:, None], only_near, scores.softmax(1) @ v)
-        outs.append(corrected_naive(q, out, exact, v, options))
+        outs.append(correct_by_probes_naive(q, out, exact, v, options))
     return torch.stack(outs)

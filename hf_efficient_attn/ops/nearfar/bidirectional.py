@@ -27,12 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
+from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, with_ones
 from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.nearfar.landmarks import (
-    CoresetOptions,
+    Groups,
     Landmarks,
+    NearFarOptions,
     Represented,
     choose_landmarks,
     directions,
@@ -49,13 +51,16 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 LEAST_SHARE = 1e-3
 # The ridge of the linear correction, its largest feature, and a small number that is added to the variance of a
 # feature. A probe counts less if it misses more than `MAX_MISSING` times the median.
-LINEAR_RIDGE, MAX_FEATURE, LEAST_VARIANCE, MAX_MISSING = 30.0, 4.0, 1e-12, 3.0
+LINEAR_RIDGE = 30.0
+MAX_FEATURE = 4.0
+LEAST_VARIANCE = 1e-12
+MAX_MISSING = 3.0
 # Slices may be larger by this factor than other slices, 32 MiB on a CPU: many small operations take longer than few
 # large ones.
 _LARGER_SLICES = 8
 
 
-def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
+def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFarOptions) -> Tensor:
     """Compute the bidirectional form.
 
     Args:
@@ -69,39 +74,57 @@ def weighted_coreset_attention(query: Tensor, key: Tensor, value: Tensor, option
     """
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
     key = key - key.mean(1, keepdim=True)
-    landmarks, keys, far, probes, heads = _start(query, key, value, options)
+    landmarks = choose_landmarks(query, key, options)
+    represented = represent(key, value, landmarks)
+    far = _attend_to_landmarks(query, landmarks, represented, options)
+    probes = compute_probes(query, key, value, options) if options.num_probes else None
+    heads = _heads_with_near_keys(far.out, probes, options)
     out = far.out
     if heads is not None:
-        tensors = [query, key, value, *far, landmarks.key, keys.landmark, keys.key_bias]
-        are_all = len(heads) == len(query)
-        some = _with_near_keys(*(tensors if are_all else [x.index_select(0, heads) for x in tensors]), options=options)
-        out = some if are_all else out.index_copy(0, heads, some)
-    return out if probes is None else corrected(query, out, probes)
+        keys = CountedKeys(key, value, landmarks.key, represented.landmark, represented.key_bias)
+        if len(heads) == len(query):
+            out = _with_near_keys(query, keys, far, options)
+        else:
+            some_query, some_out, some_lse = (x.index_select(0, heads) for x in (query, *far))
+            some_keys = CountedKeys(*(x.index_select(0, heads) for x in keys))
+            out = out.index_copy(0, heads, _with_near_keys(some_query, some_keys, Partial(some_out, some_lse), options))
+    return out if probes is None else correct_by_probes(query, out, probes)
 
 
-def _start(
-    query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions
-) -> tuple[Landmarks, Represented, Partial, "Probes | None", Tensor | None]:
-    """Compute what comes before near keys.
+class CountedKeys(NamedTuple):
+    """Keys, and what landmarks count for them.
 
-    Returns:
-        The landmarks; the keys that they represent; attention to the landmarks, out (BH, Nq, Dv) and lse (BH, Nq, 1);
-        the probes, or None; and the heads with near keys, int64, or None if no head has them.
+    Attributes:
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        center: (BH, m, D), the keys of the landmarks.
+        landmark: int64 (BH, Nk), the landmark of each key.
+        key_bias: (BH, Nk), the log of each key's weight on its landmark.
     """
-    landmarks = choose_landmarks(query, key, options)
-    keys = represent(key, value, landmarks)
-    tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], keys.bias.view(len(key), 1, 1, -1)
+
+    key: Tensor
+    value: Tensor
+    center: Tensor
+    landmark: Tensor
+    key_bias: Tensor
+
+
+def _attend_to_landmarks(query: Tensor, landmarks: Landmarks, keys: Represented, options: NearFarOptions) -> Partial:
+    """Compute attention to the landmarks: out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
+    bias = keys.bias.view(len(query), 1, 1, -1)  # (BH, 1, 1, m)
+    tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], bias
     out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)
-    far = Partial(out[:, 0], lse.mT)  # (BH, Nq, Dv), (BH, Nq, 1)
-    probes = heads = None
-    if options.num_probes:
-        probes = compute_probes(query, key, value, options)
-    if options.block_size and options.near_share < 1.0:
-        heads = integers(len(key), key.device)
-        if probes is not None and options.near_share > 0.0:
-            heads = (_missed_share(far.out, probes) > options.near_share).nonzero()[:, 0]
-            heads = heads if len(heads) else None
-    return landmarks, keys, far, probes, heads
+    return Partial(out[:, 0], lse.mT)
+
+
+def _heads_with_near_keys(out: Tensor, probes: "Probes | None", options: NearFarOptions) -> Tensor | None:
+    """Choose the heads with near keys by attention to the landmarks (BH, Nq, Dv): int64, or None for no head."""
+    if not options.block_size or options.near_share >= 1.0:
+        return None
+    if probes is None or options.near_share <= 0.0:
+        return integers(len(out), out.device)
+    heads = (_missed_share(out, probes) > options.near_share).nonzero()[:, 0]
+    return heads if len(heads) else None
 
 
 class Probes(NamedTuple):
@@ -123,19 +146,25 @@ class Probes(NamedTuple):
     solve: Tensor
 
 
+def probe_positions(q_len: int, num_probes: int, device: torch.device) -> Tensor:
+    """Return the positions (P,) of the probes: the queries in the middle of equal parts of the sequence."""
+    return middle_positions(q_len, num_probes, device)
+
+
 def compute_probes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    options: CoresetOptions,
+    options: NearFarOptions,
     bias_of_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> Probes:
     """Compute the exact output of `num_probes` evenly spread queries, and the correction by them.
 
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
-    position = middle_positions(query.shape[1], options.num_probes, key.device)
-    rows, bias = query.index_select(1, position), None if bias_of_rows is None else bias_of_rows(position)
+    position = probe_positions(query.shape[1], options.num_probes, key.device)
+    rows = query.index_select(1, position)
+    bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
     variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
@@ -164,7 +193,7 @@ def _missed_share(out: Tensor, probes: Probes) -> Tensor:
     return share
 
 
-def corrected(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
+def correct_by_probes(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
     """Add what the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
     missing = probes.out - out.index_select(1, probes.position)
     factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))  # (BH, D + 1, P) @ (BH, P, Dv)
@@ -180,29 +209,25 @@ def _weight_of_probes(missing: Tensor) -> Tensor:
     return weight
 
 
-def _with_near_keys(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, options: CoresetOptions) -> Tensor:
-    """Replace what landmarks count for near keys by exact attention: (BH, Nq, Dv).
+def _with_near_keys(query: Tensor, keys: CountedKeys, far: Partial, options: NearFarOptions) -> Tensor:
+    """Replace what landmarks count for near keys by exact attention: (BH, Nq, Dv)."""
+    groups = group_queries(torch.bmm(query, directions(keys.key)), options.num_groups)
 
-    `rest` is the output (BH, Nq, Dv) and lse (BH, Nq, 1) of attention to the landmarks, their keys (BH, m, D), and the
-    landmark and bias (BH, Nk) of each key.
-    """
-    groups = group_queries(torch.bmm(query, directions(key)), options.num_groups)
-
-    def some_heads(groups: Tensor, slot: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> Tensor:
-        out, lse, *keys = rest
-        queries = take(query, groups)  # (BH, G, b, D)
-        near = find_near_keys(queries.mean(2), key, options.block_size, options.scale)  # (BH, G, w)
-        exact, counted = near_attention(queries, slot, near, (key, value, *keys), options.scale, options.dropout_p)
-        return replaced(Partial(out, lse), counted, exact)
+    def some_heads(groups: Groups, query: Tensor, keys: CountedKeys, far: Partial) -> Tensor:
+        queries = take(query, groups.query)  # (BH, G, b, D)
+        near = find_near_keys(queries.mean(2), keys.key, options.block_size, options.scale)  # (BH, G, w)
+        exact, counted = near_attention(queries, groups.slot, near, keys, options.scale, options.dropout_p)
+        return replace_counted(far, counted, exact)
 
     # The near keys of all groups, and the scores of all keys for the means of the groups.
-    numel = groups.query.shape[1] * max(options.block_size * max(key.shape[2], value.shape[2]), key.shape[1])
-    size = slice_size(numel // _LARGER_SLICES, key.device)
-    return sliced(some_heads, *groups, query, key, value, *rest, size=size, draws=options.dropout_p > 0.0)
+    _, kv_len, head_dim = keys.key.shape
+    numel = groups.query.shape[1] * max(options.block_size * max(head_dim, keys.value.shape[2]), kv_len)
+    size = slice_size(numel // _LARGER_SLICES, query.device)
+    return sliced(some_heads, groups, query, keys, far, size=size, draws=options.dropout_p > 0.0)
 
 
 def near_attention(
-    queries: Tensor, slot: Tensor, near: Tensor, keys: tuple[Tensor, ...], scale: float, dropout_p: float
+    queries: Tensor, slot: Tensor, near: Tensor, keys: CountedKeys, scale: float, dropout_p: float
 ) -> tuple[Partial, Partial]:
     """Compute attention to near keys, exactly and as the landmarks count it.
 
@@ -210,25 +235,26 @@ def near_attention(
         queries: (BH, G, b, D), in groups.
         slot: int64 (BH, Nq), the place of each query in the groups.
         near: int64 (BH, G, w), the keys of each group.
-        keys: key (BH, Nk, D), value (BH, Nk, Dv), the landmarks (BH, m, D), and `Represented.landmark` and `key_bias`.
+        keys: the keys, and what landmarks count for them.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
 
     Returns:
         Partials of out (BH, Nq, Dv) and lse (BH, Nq, 1).
     """
-    key, value, centers, landmark, key_bias = keys
+    key, value, center, landmark, key_bias = keys
     flat = near.flatten(1)
     own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
-    near_key, values = take(key, near), take(value, near)  # (BH, G, w, D), (BH, G, w, Dv)
+    near_key = take(key, near)  # (BH, G, w, D), (BH, G, w, Dv)
+    values = take(value, near)
     exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
-    counted = attend(queries, take(centers, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+    counted = attend(queries, take(center, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
     parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)
     outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
     return Partial(outs[0], outs[2]), Partial(outs[1], outs[3])
 
 
-def replaced(far: Partial, counted: Partial, exact: Partial) -> Tensor:
+def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Tensor:
     """Remove `counted`, a part of `far`, and add `exact`; each is out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
     with torch.no_grad():
         ref = torch.maximum(far.lse, exact.lse)
@@ -239,7 +265,7 @@ def replaced(far: Partial, counted: Partial, exact: Partial) -> Tensor:
     return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
 
 
-def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
+def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOptions) -> Tensor:
     """Compute the readable form, by dense matrices of one head after another, with the choices of the fast form.
 
     These choices are the keys that clusters begin with, the clusters, the landmark of each key, the heads with near
@@ -249,7 +275,10 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     with torch.no_grad():
         q, k, v = (x.to(dtype) for x in (query, key, value))
         k = k - k.mean(1, keepdim=True)
-        landmarks, represented, _, _, with_near = _start(q, k, v, options)
+        landmarks = choose_landmarks(q, k, options)
+        represented = represent(k, v, landmarks)
+        probes = compute_probes(q, k, v, options) if options.num_probes else None
+        with_near = _heads_with_near_keys(_attend_to_landmarks(q, landmarks, represented, options).out, probes, options)
         near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)
         for head in [] if with_near is None else with_near.tolist():
             own = q[head, None], k[head, None]
@@ -262,8 +291,9 @@ def weighted_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: C
     return torch.stack([_naive_head(head[:3], head[3:], options) for head in zip(*tensors, strict=True)])
 
 
-def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: CoresetOptions) -> Tensor:
-    (query, key, value), (choice, landmark, near) = tensors, chosen
+def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: NearFarOptions) -> Tensor:
+    query, key, value = tensors
+    choice, landmark, near = chosen
     key = key - key.mean(0)
     c, tilt = landmarks_naive(query, key, choice, options)
     exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)
@@ -271,17 +301,20 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     out = scores.softmax(1) @ value
     rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
     only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value
-    return corrected_naive(query, torch.where(rounding[:, None], only_near, out), exact, value, options)
+    return correct_by_probes_naive(query, torch.where(rounding[:, None], only_near, out), exact, value, options)
 
 
-def corrected_naive(query: Tensor, out: Tensor, scores: Tensor, value: Tensor, options: CoresetOptions) -> Tensor:
-    """Compute `corrected` in the readable form for a head, from the exact scores of all pairs (Nq, Nk): (Nq, Dv)."""
+def correct_by_probes_naive(
+    query: Tensor, out: Tensor, scores: Tensor, value: Tensor, options: NearFarOptions
+) -> Tensor:
+    """Compute `correct_by_probes` of a head in the readable form, from the exact scores (Nq, Nk): (Nq, Dv)."""
     if not options.num_probes:
         return out
-    probe = middle_positions(len(query), options.num_probes, query.device)
+    probe = probe_positions(len(query), options.num_probes, query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))
-    basis, missing = features[probe], scores[probe].softmax(1) @ value - out[probe]
+    basis = features[probe]
+    missing = scores[probe].softmax(1) @ value - out[probe]
     ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
     solve = torch.linalg.inv(basis.T @ basis + ridge) @ basis.T
     result: Tensor = out + features @ solve @ (missing * _weight_of_probes(missing))

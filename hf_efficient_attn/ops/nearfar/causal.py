@@ -23,16 +23,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, accumulation_dtype, attend, merge
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions, nearest
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.features.maps import EMPTY
 from hf_efficient_attn.ops.features.sums import FeatureState, others
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, inverse, pad_to_blocks, take
-from hf_efficient_attn.ops.nearfar.bidirectional import LEAST_SHARE, near_attention, replaced
+from hf_efficient_attn.ops.nearfar.bidirectional import (
+    LEAST_SHARE,
+    CountedKeys,
+    near_attention,
+    replace_counted,
+)
 from hf_efficient_attn.ops.nearfar.landmarks import (
-    CoresetOptions,
     Groups,
+    NearFarOptions,
     choose_landmarks,
     directions,
     group_queries,
@@ -40,41 +47,44 @@ from hf_efficient_attn.ops.nearfar.landmarks import (
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # The numbers of evenly spaced keys of the prefix that landmarks are made from, and of queries that groups are made
 # from.
-_CANDIDATES, _QUERIES = 2048, 512
+_CANDIDATES = 2048
+_QUERIES = 512
 # Near keys are found again when the position has grown by 1 / `_REFRESH`. A block has `_BLOCK_Q` queries of one group.
 # An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS` and at most `_GROUPS`.
-_REFRESH, _BLOCK_Q, _FEW_GROUPS, _GROUPS = 8, 16, 16, 128
+_REFRESH = 8
+_BLOCK_Q = 16
+_FEW_GROUPS = 16
+_GROUPS = 128
 
 
-class CausalCoresetOptions(NamedTuple):
-    """Options of `causal_coreset_attention`.
+class CausalNearFarOptions(NamedTuple):
+    """Options of `causal_nearfar_attention`.
 
     Attributes:
         num_exact: the first positions, which are computed exactly in sequences of any length; at least as many as near
             keys, and more than `block_size`.
         block_size: tokens of a block. A query attends to its own block and the block before it exactly.
-        coreset: options for the landmarks and near keys of a long prefix.
+        of_prefix: options for the landmarks and near keys of a long prefix.
     """
 
     num_exact: int
     block_size: int
-    coreset: CoresetOptions
+    of_prefix: NearFarOptions
 
 
-def split_columns(columns: int, scale: float, seed: Seed = 0, dropout_p: float = 0.0) -> CausalCoresetOptions:
+def split_columns(columns: int, scale: float, draws: Draws, dropout_p: float = 0.0) -> CausalNearFarOptions:
     """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks.
 
     Larger blocks have a smaller error on activations of GPT-2, and a larger error on activations of MiniLM.
     """
     block_size = max(1, 9 * columns // 32)
     near = (columns - 3 * block_size // 2) // 2
-    coreset = CoresetOptions(max(1, near), _CANDIDATES, 1, 0, near, _GROUPS, 0.0, scale, seed, dropout_p)
-    return CausalCoresetOptions(max(3 * columns // 2, block_size + 1), block_size, coreset)
+    of_prefix = NearFarOptions(max(1, near), _CANDIDATES, 1, 0, near, _GROUPS, 0.0, scale, draws, dropout_p)
+    return CausalNearFarOptions(max(3 * columns // 2, block_size + 1), block_size, of_prefix)
 
 
 class Epoch(NamedTuple):
@@ -85,13 +95,14 @@ class Epoch(NamedTuple):
     spans: tuple[int, ...]
 
 
-def epochs(length: int, options: CausalCoresetOptions) -> Iterator[Epoch]:
+def epochs(length: int, options: CausalNearFarOptions) -> Iterator[Epoch]:
     """Yield the epochs of a sequence.
 
     After `num_exact` positions the first three epochs are about 1/3, 2/3 and 2/3 times as long. The later ones double
     the position.
     """
-    start, size = options.num_exact, options.block_size
+    start = options.num_exact
+    size = options.block_size
     for step in itertools.chain((start // 3, 2 * start // 3, 2 * start // 3), itertools.repeat(0)):
         if start >= length:
             return
@@ -101,7 +112,7 @@ def epochs(length: int, options: CausalCoresetOptions) -> Iterator[Epoch]:
         start = end
 
 
-def causal_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions) -> Tensor:
+def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
     """Compute causal attention to near keys exactly, and to all other keys through landmarks.
 
     Gradients flow through keys, values and weights, with all choices fixed.
@@ -110,12 +121,13 @@ def causal_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options:
         query: (BH, N, D), valid tokens first.
         key: (BH, N, D).
         value: (BH, N, Dv).
-        options: see `CausalCoresetOptions`.
+        options: see `CausalNearFarOptions`.
 
     Returns:
         (BH, N, Dv).
     """
-    scale, dropout_p = options.coreset.scale, options.coreset.dropout_p
+    scale = options.of_prefix.scale
+    dropout_p = options.of_prefix.dropout_p
     with torch.autocast(query.device.type, enabled=False):
         first = (x[:, : options.num_exact] for x in (query, key, value))
         outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
@@ -125,22 +137,30 @@ def causal_coreset_attention(query: Tensor, key: Tensor, value: Tensor, options:
                 return _epoch(query, key, value, epoch, options)
 
             tensors = (x[:, : epoch.end].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-            size = slice_size(epoch.end * max(options.coreset.num_samples, query.shape[2]) // 2, query.device)
+            size = slice_size(epoch.end * max(options.of_prefix.num_samples, query.shape[2]) // 2, query.device)
             outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(value.dtype))
         return torch.cat(outs, 1)
 
 
-def _coreset_options(epoch: Epoch, options: CausalCoresetOptions) -> CoresetOptions:
+def _nearfar_options(epoch: Epoch, options: CausalNearFarOptions) -> NearFarOptions:
     prefix = epoch.start - options.block_size
-    num_groups = min(options.coreset.num_groups, max((epoch.end - epoch.start) // (2 * _BLOCK_Q), _FEW_GROUPS), prefix)
-    num_samples, num_candidates = (min(x, prefix) for x in options.coreset[:2])
-    return options.coreset._replace(num_samples=num_samples, num_candidates=num_candidates, num_groups=num_groups)
+    num_groups = min(
+        options.of_prefix.num_groups, max((epoch.end - epoch.start) // (2 * _BLOCK_Q), _FEW_GROUPS), prefix
+    )
+    return options.of_prefix._replace(
+        num_samples=min(options.of_prefix.num_samples, prefix),
+        num_candidates=min(options.of_prefix.num_candidates, prefix),
+        num_groups=num_groups,
+    )
 
 
-def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions) -> Tensor:
+def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalNearFarOptions) -> Tensor:
     """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
-    start, size, length = epoch.start, options.block_size, epoch.end - epoch.start
-    chosen, prefix = _coreset_options(epoch, options), start - size
+    start = epoch.start
+    size = options.block_size
+    length = epoch.end - epoch.start
+    chosen = _nearfar_options(epoch, options)
+    prefix = start - size
     call: dict[str, Any] = {"scale": chosen.scale, "dropout_p": chosen.dropout_p}
     num_blocks = ceil_div(length, size)
     key = key - key[:, :prefix].mean(1, keepdim=True)
@@ -164,15 +184,16 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
     if not chosen.block_size:
         return merge(window, far).out
     groups, near = _near_keys(query, key, epoch, prefix, chosen)
-    tensors = key, value, landmarks.key, keys.landmark, keys.key_bias
-    exact, counted = near_attention(take(query[:, start:], groups.query), groups.slot, near, tensors, **call)
+    counts = CountedKeys(key, value, landmarks.key, keys.landmark, keys.key_bias)
+    exact, counted = near_attention(take(query[:, start:], groups.query), groups.slot, near, counts, **call)
     near_field = merge(window, Partial(exact.out, exact.lse.squeeze(2)))
-    return replaced(*(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, counted, near_field)))
+    return replace_counted(*(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, counted, near_field)))
 
 
 def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Accumulate means of values (BH, T, m, Dv) and logs of weights (BH, T, m) over the segments up to each of T."""
-    (batch_heads, num_segments, m), dim = bias.shape, value.shape[3]
+    batch_heads, num_segments, m = bias.shape
+    dim = value.shape[3]
     if num_segments == 1:
         return value, bias
     # Sums of values and of weights, relative to powers of two without a gradient.
@@ -194,7 +215,7 @@ def _flat(blocks: Partial, length: int) -> Partial:
 
 
 @torch.no_grad()
-def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: CoresetOptions) -> tuple[Groups, Tensor]:
+def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: NearFarOptions) -> tuple[Groups, Tensor]:
     """Put the L queries of an epoch in T blocks of groups, and find each block's near keys: int64 (BH, T, w)."""
     factor = directions(key[:, :prefix])  # (BH, D, F)
     some = query.index_select(1, even_positions(prefix, min(prefix, _QUERIES), key.device))
@@ -232,7 +253,8 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
     Returns:
         The blocks, and the group of each block, int64 (BH, T). Places without a query have the first one.
     """
-    (batch_heads, length), device = group.shape, group.device
+    batch_heads, length = group.shape
+    device = group.device
     count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)  # (BH, G)
     count.scatter_add_(1, group, torch.ones_like(group))
     ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)
@@ -245,13 +267,13 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
     return Groups(query.unflatten(1, (num_blocks, _BLOCK_Q)), slot), of_block.clamp_(max=num_groups - 1)
 
 
-def causal_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: CausalCoresetOptions) -> Tensor:
-    """Compute `causal_coreset_attention` in the readable form, by dense float64 matrices of one head after another.
+def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
+    """Compute `causal_nearfar_attention` in the readable form, by dense float64 matrices of one head after another.
 
     It makes the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
     """
     future = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
-    out = (options.coreset.scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(
+    out = (options.of_prefix.scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(
         2
     ) @ value.double()
     for epoch in epochs(query.shape[1], options):
@@ -261,23 +283,30 @@ def causal_coreset_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
     return out
 
 
-def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalCoresetOptions) -> Tensor:
+def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalNearFarOptions) -> Tensor:
     """Compute the output (L, Dv) of the queries of an epoch from all tokens up to its end."""
-    (start, end, _), size, chosen = epoch, options.block_size, _coreset_options(epoch, options)
-    prefix, position = start - size, torch.arange(end, device=key.device)
+    start, end, _ = epoch
+    size = options.block_size
+    chosen = _nearfar_options(epoch, options)
+    prefix = start - size
+    position = torch.arange(end, device=key.device)
     first_near = start + ((position[start:] - start) // size - 1) * size
-    is_far, is_later = position < first_near[:, None], position > position[start:, None]
+    is_far = position < first_near[:, None]
+    is_later = position > position[start:, None]
 
     with torch.no_grad():
         q, k = (x[None].to(accumulation_dtype(x.dtype)) for x in (query, key))
         k = k - k[:, :prefix].mean(1, keepdim=True)
         landmarks = choose_landmarks(q[:, :prefix], k[:, :prefix], chosen)
-        landmark, is_near = nearest(k, landmarks.key)[0], ~is_far
+        landmark = nearest(k, landmarks.key)[0]
+        is_near = ~is_far
         if chosen.block_size:
             blocks, near = _near_keys(q, k, epoch, prefix, chosen)
             is_near = is_near.scatter(1, near[0][blocks.slot[0] // _BLOCK_Q], True)
 
-    query, key, value = query.double(), key.double(), value.double()
+    query = query.double()
+    key = key.double()
+    value = value.double()
     key = key - key[:prefix].mean(0)
     c, tilt = landmarks_naive(query[:prefix], key[:prefix], landmarks.choice[0], chosen)
     exact, of_landmarks = scores_naive(query[start:], key, c[landmark], tilt, chosen)

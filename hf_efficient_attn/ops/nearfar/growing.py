@@ -22,10 +22,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, safe_row_max
-from hf_efficient_attn.ops.clusters import candidate_positions, regularized_solve
+from hf_efficient_attn.ops.attend import Partial, safe_row_max
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.clusters import (
+    candidate_positions,
+    cluster_sums,
+    gaussian_kernel,
+    lloyd_step,
+    nearest,
+    regularized_solve,
+)
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.thinning import choose_pivots
 
@@ -60,7 +68,8 @@ class GrowingCoreset(NamedTuple):
 
 def empty_coreset(key: Tensor, value: Tensor, num_landmarks: int) -> GrowingCoreset:
     """Make a coreset without keys, for keys (..., N, D) and values (..., N, Dv)."""
-    dtype, shape = accumulation_dtype(key.dtype), (*key.shape[:-2], num_landmarks)
+    dtype = accumulation_dtype(key.dtype)
+    shape = (*key.shape[:-2], num_landmarks)
     sizes = (key.shape[-1], value.shape[-1] + 1, value.shape[-1] + 1)
     return GrowingCoreset(*(key.new_zeros(*shape, size, dtype=dtype) for size in sizes))
 
@@ -72,7 +81,7 @@ def add_keys(
     mask: Tensor | None = None,
     *,
     scale: float,
-    seed: Seed,
+    draws: Draws,
     batch: int,
 ) -> GrowingCoreset:
     """Add keys to a coreset.
@@ -83,7 +92,7 @@ def add_keys(
         value: (BH, N, Dv), finite.
         mask: bool (BH, N), True for the keys to add, or None for all.
         scale: factor of the scores of attention.
-        seed: the seed of the pivots.
+        draws: the random numbers of the pivots.
         batch: B, the number of sequences.
 
     Returns:
@@ -98,12 +107,15 @@ def add_keys(
     # The kernel exp(<x, y>) takes x = (points - center) * factor. A point without a key becomes 0.
     count = clusters[..., -1:]
     center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
-    x, factor = (points - center).masked_fill(count <= 0, 0.0), _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
+    x = (points - center).masked_fill(count <= 0, 0.0)
+    factor = _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
     longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
     factors = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
-    x, num_landmarks, exists = x * factors, coreset.key.shape[1], count[..., 0] > 0
+    x = x * factors
+    num_landmarks = coreset.key.shape[1]
+    exists = count[..., 0] > 0
     position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))
-    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, seed=seed, batch=batch)
+    pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, draws=draws, batch=batch)
     start = take(x, position.gather(1, pivot))  # (BH, m, D)
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
@@ -129,7 +141,8 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
         scores = scores.masked_fill((clusters[..., -1] <= 0).unsqueeze(1), -torch.inf)
         row_max = safe_row_max(scores.detach().amax(2, keepdim=True))
         basis = (scores - row_max).exp()
-        positive, signed = basis @ clusters, basis @ weights  # (BH, Nq, m) @ (BH, m, Dv + 1)
+        positive = basis @ clusters  # (BH, Nq, m) @ (BH, m, Dv + 1)
+        signed = basis @ weights
     ratio = signed[..., -1:] / positive[..., -1:]  # (BH, Nq, 1)
     total = torch.where((ratio > _SAFE[0]) & (ratio < _SAFE[1]), signed, positive)
     empty = total[..., -1:] <= 0
@@ -144,27 +157,19 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
     It is made from scaled points x (BH, N, D) with clusters and weights (BH, N, Dv + 1), and begins with pivots
     (BH, m, D), of which those that are `selected`, bool (BH, m), exist.
     """
-    count = clusters[..., -1:]
+    count = clusters[..., -1:]  # (BH, N, 1)
+    terms = torch.cat((count * x, count), 2)
     for _ in range(_NUM_REFINEMENTS):
-        members = _members(x, landmark, selected)
-        number = members @ count
-        landmark = torch.where(number > 0, members @ (count * x) / number.clamp(min=1.0), landmark)
-    members = _members(x, landmark, selected)
-    number, cluster = members @ count, members @ clusters  # (BH, m, 1), (BH, m, Dv + 1)
+        landmark = lloyd_step(x, terms, landmark, selected)
+    cluster = cluster_sums(nearest(x, landmark, selected), clusters, landmark.shape[1])  # (BH, m, Dv + 1)
+    number = cluster[..., -1:]
     alive = (number > 0).to(x.dtype)  # (BH, m, 1)
     landmark = landmark * alive
     half = 0.5 * (landmark * landmark).sum(2, keepdim=True)
-    kernel = (landmark @ landmark.mT - half - half.mT).clamp(max=0.0).exp() * alive * alive.mT
+    kernel = gaussian_kernel(landmark) * alive * alive.mT
     kernel = kernel + torch.diag_embed(1.0 - alive.squeeze(2))
     missing = alive * ((landmark @ x.mT - half).exp() @ weights) - kernel @ (half.exp() * cluster)
     nystrom = cluster + (-half).exp() * regularized_solve(kernel, missing, _RIDGE)
     bound = _LARGEST_WEIGHT * cluster.abs().sum(1, keepdim=True).amax(2, keepdim=True)
     safe = nystrom.abs().amax((1, 2), keepdim=True) <= bound
     return torch.cat((landmark, cluster, torch.where(safe, nystrom, cluster)), 2)
-
-
-def _members(x: Tensor, landmark: Tensor, selected: Tensor) -> Tensor:
-    """Mark the points (BH, N, D) whose nearest landmark is landmark i by 1 in row i, and others by 0: (BH, m, N)."""
-    closeness = landmark @ x.mT - 0.5 * (landmark * landmark).sum(2, keepdim=True)
-    nearest = closeness.masked_fill(~selected.unsqueeze(2), -torch.inf).argmax(1, keepdim=True)
-    return torch.zeros_like(closeness).scatter_(1, nearest, 1.0)

@@ -17,26 +17,37 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E
 from hf_efficient_attn.ops.backends.devices import widened
-from hf_efficient_attn.ops.clusters import cluster_sums, even_positions, identity, middle_positions, nearest
-from hf_efficient_attn.ops.draws import draw_sizes, seed_value
+from hf_efficient_attn.ops.clusters import (
+    cluster_means,
+    cluster_sums,
+    even_positions,
+    identity,
+    matrix_power,
+    middle_positions,
+    nearest,
+)
+from hf_efficient_attn.ops.draws import Draws, draw_sizes
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.thinning import gumbel
 
 # t: how much less the kernel distinguishes keys than the scores do. Of .5, .6, .7 and .85, .6 has the least error.
 TEMPERATURE = 0.6
 # The share of the mean query in g, and the powers of exp(2 g) in the draw of a key and in the mean of its cluster.
-TILT, DRAW_POWER, POWER = 0.3, 0.7, 0.5
+TILT = 0.3
+DRAW_POWER = 0.7
+POWER = 0.5
 # The number of queries in the mean query, and the smallest log weight of a key in the mean of its cluster.
-NUM_QUERIES, LEAST_LOG_WEIGHT = 512, -60.0
+NUM_QUERIES = 512
+LEAST_LOG_WEIGHT = -60.0
 # In a draw: the least log weight relative to the largest one, and the least share of a point that is left over.
-_LEAST, _LEAST_LEFT = -1e4, 1e-12
+_LEAST = -1e4
+_LEAST_LEFT = 1e-12
 # `draw_apart` draws 64 points at first, then three times as many as all before.
 _GROWING = 64, 3, 2**31
 
 
-class CoresetOptions(NamedTuple):
+class NearFarOptions(NamedTuple):
     """Options for the choice of landmarks and near keys.
 
     Attributes:
@@ -49,7 +60,7 @@ class CoresetOptions(NamedTuple):
         near_share: a head has near keys if landmarks alone miss more than this share of its output, measured on the
             probes. With 0, or without probes, all heads have them; with 1 none has.
         scale: factor of the attention scores.
-        seed: seed of the draw of the keys that the clusters begin with.
+        draws: the random numbers by which the keys are drawn that the clusters begin with.
         dropout_p: probability of dropping a weight from the numerator.
     """
 
@@ -61,7 +72,7 @@ class CoresetOptions(NamedTuple):
     num_groups: int
     near_share: float
     scale: float
-    seed: Seed
+    draws: Draws
     dropout_p: float = 0.0
 
     @property
@@ -84,12 +95,12 @@ class Landmarks(NamedTuple):
     choice: Tensor
 
 
-def gumbel_numbers(count: int, num_candidates: int, seed: Seed, like: Tensor) -> Tensor:
+def gumbel_numbers(count: int, num_candidates: int, draws: Draws, dtype: torch.dtype) -> Tensor:
     """Draw standard Gumbel numbers (draws, 1, C) for `draw_apart`. The numbers of a candidate do not depend on C.
 
     The numbers of an integer seed are kept, so they must not be modified.
     """
-    return gumbel(len(draw_sizes(count, *_GROWING)), num_candidates, 1, seed_value(seed), like.dtype, like.device)
+    return gumbel(draws._replace(seed=draws.value), len(draw_sizes(count, *_GROWING)), num_candidates, 1, dtype)
 
 
 @torch.no_grad()
@@ -110,8 +121,12 @@ def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Ten
     Returns:
         int64 (BH, m), indices of different points. The first ones are a choice of fewer.
     """
-    norm, log_weight = points.square().sum(2), (size * DRAW_POWER).clamp(min=_LEAST)  # (BH, C)
-    weight_left, closest, picked, sizes = log_weight, None, [], draw_sizes(count, *_GROWING)
+    norm = points.square().sum(2)  # (BH, C)
+    log_weight = (size * DRAW_POWER).clamp(min=_LEAST)
+    weight_left = log_weight
+    closest = None
+    picked = []
+    sizes = draw_sizes(count, *_GROWING)
     for i, number in enumerate(sizes):
         index = (weight_left + numbers[i]).topk(number, dim=1)[1]
         picked.append(index)
@@ -125,7 +140,7 @@ def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Ten
     return torch.cat(picked, 1)
 
 
-def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Landmarks:
+def choose_landmarks(query: Tensor, key: Tensor, options: NearFarOptions) -> Landmarks:
     """Choose landmarks for queries (BH, Nq, D) and centered keys (BH, Nk, D): weighted means of clusters of candidates.
 
     The clusters have no gradient. The means have one.
@@ -135,7 +150,7 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     count = options.num_samples
     if key.shape[1] > options.num_candidates:
         key = key.index_select(1, even_positions(key.shape[1], options.num_candidates, key.device))
-    numbers = gumbel_numbers(count, key.shape[1], options.seed, key)
+    numbers = gumbel_numbers(count, key.shape[1], options.draws, key.dtype)
     points = key * options.root  # (BH, C, D)
     size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
     size = size - size.amax(1, keepdim=True)
@@ -146,7 +161,8 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
         pivot = draw_apart(points, size[..., 0], numbers, count)
         cluster = nearest(points, take(points, pivot))
         for _ in range(1, options.num_refinements):
-            cluster = nearest(points, options.root * _means(cluster_sums(cluster, terms, count), take(key, pivot)))
+            means = cluster_means(cluster_sums(cluster, terms, count), take(key, pivot))
+            cluster = nearest(points, options.root * means)
         return torch.cat((pivot, cluster), 1)
 
     with torch.no_grad():
@@ -154,14 +170,8 @@ def choose_landmarks(query: Tensor, key: Tensor, options: CoresetOptions) -> Lan
     pivot, cluster = choice.split((count, key.shape[1]), 1)
     landmarks = take(key, pivot)  # (BH, m, D)
     if options.num_refinements:
-        landmarks = _means(cluster_sums(cluster, terms, count), landmarks)
+        landmarks = cluster_means(cluster_sums(cluster, terms, count), landmarks)
     return Landmarks(landmarks, torch.add(tilt, landmarks, alpha=options.root**2), choice)
-
-
-def _means(sums: Tensor, first: Tensor) -> Tensor:
-    """Divide sums of weighted keys by sums of weights: the means of clusters, or `first` for an empty cluster."""
-    weight = sums[..., -1:]
-    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=1e-35), first)
 
 
 class Represented(NamedTuple):
@@ -199,9 +209,10 @@ def represent(
     return Represented(sums[..., :-1] / total, total.squeeze(2).log() + largest, own, bias)
 
 
-def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: CoresetOptions) -> tuple[Tensor, Tensor]:
+def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: NearFarOptions) -> tuple[Tensor, Tensor]:
     """Compute the landmarks (m, D) and the tilt (D,) of a head in the readable form, with its choice of clusters."""
-    root, m = options.root, options.num_samples
+    root = options.root
+    m = options.num_samples
     spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
     tilt = query[spread].mean(0) * (TILT * options.scale)
     candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]
@@ -216,7 +227,7 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: Coreset
 
 
 def scores_naive(
-    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: CoresetOptions
+    query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: NearFarOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute scores of queries (Nq, D) for keys (Nk, D), exactly and by the landmark of each key, `own` (Nk, D)."""
     of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)
@@ -225,7 +236,8 @@ def scores_naive(
 
 # Queries are compared along this many directions, along which keys vary most. The variance of keys along a direction is
 # at least this share of their whole variance.
-_GROUP_DIMS, _LEAST_VARIANCE = 10, 0.001
+_GROUP_DIMS = 10
+_LEAST_VARIANCE = 0.001
 
 
 class Groups(NamedTuple):
@@ -274,7 +286,8 @@ def _orthonormal(basis: Tensor) -> Tensor:
 @torch.no_grad()
 def group_queries(points: Tensor, num_groups: int) -> Groups:
     """Put queries in groups by their points (BH, Nq, F), which are queries times `directions`."""
-    length, device = points.shape[1], points.device
+    length = points.shape[1]
+    device = points.device
     levels = min(num_groups, length).bit_length() - 1
     count = ceil_div(length, 1 << levels) << levels
     copies = even_positions(length, count, device)  # with more places than tokens, tokens repeat
@@ -299,14 +312,14 @@ def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tens
 
 def _halves(points: Tensor, levels: int) -> Tensor:
     """Halve points (BH, N, D) along their first principal direction, and each half again: int64 (BH, N)."""
-    (batch_heads, length, _), points = points.shape, points.flatten(0, 1)
+    batch_heads, length, _ = points.shape
+    points = points.flatten(0, 1)
     order = integers(len(points), points.device).view(batch_heads, -1)
     for _ in range(levels):
         x = torch.embedding(points, order)  # (groups, members, F)
         x = x - x.mean(1, keepdim=True)
-        power = torch.bmm(x.mT, x)  # (groups, F, F)
-        for _ in range(2):  # five steps of the power method, from the direction in which all points vary most
-            power = torch.bmm(power, power)
+        # Five steps of the power method, from the direction in which all points vary most.
+        power = matrix_power(torch.bmm(x.mT, x), 2, rescales=False)  # (groups, F, F)
         place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
         order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
     return order.view(batch_heads, length) % length

@@ -7,13 +7,14 @@ gradient. The readable form, `dense_log_weights`, uses the same plan.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import GatheredKeys, accumulation_dtype, gathered_attention
-from hf_efficient_attn.ops.draws import offsets, uniform
+from hf_efficient_attn.ops.attend import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, plan_lsh
@@ -27,7 +28,6 @@ from hf_efficient_attn.ops.sampled_keys.sampling import (
     sample_keys,
     sample_outside,
 )
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import strata, stratified_ranks
 
@@ -38,11 +38,14 @@ NUM_ROWS = 32
 _PROBED_ROWS = 48
 # The blocks of a hash must leave less than the window, by this factor and this difference. So rounding, which differs
 # between batches, never decides between equal near fields, as for queries that are all 0.
-_CLEARLY, _LEAST = 0.99**0.5, 1e-3
+_CLEARLY = 0.99**0.5
+_LEAST = 1e-3
 # The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
 _TURN = 0.7548776662466927
 # Streams of random numbers.
-_PROBES, _SAMPLES, _ROWS = 11, 12, 31
+_PROBES = 11
+_SAMPLES = 12
+_ROWS = 31
 
 
 class ExactRows(NamedTuple):
@@ -74,7 +77,8 @@ def make_plan(
         options: options of both fields. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
-        num_samples, kind = options.num_samples, options.scores
+        num_samples = options.num_samples
+        kind = options.scores
         num_rows = max(_PROBED_ROWS, options.num_probes) if kind == "probe" else NUM_ROWS
         near, rows = plan_near_field(query, key, key_mask, options, num_rows)
         short = before = None
@@ -85,7 +89,7 @@ def make_plan(
             before = (near.num_keys - near.block_k).clamp(min=0)
             near = near._replace(start=torch.where(short, before, near.start))
         num_blocks = 1 if options.shared else near.start.shape[1]
-        offset = offsets(query.shape[0] // options.batch, options.seed, _SAMPLES, query.device).unsqueeze(1)
+        offset = options.draws.offsets(query.shape[0] // options.batch, _SAMPLES).unsqueeze(1)
         offset = (offset + _TURN * integers(num_blocks, query.device).to(offset.dtype)).frac().repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
@@ -115,13 +119,16 @@ def plan_window(
         key_mask: bool (BH, Nk), True for valid keys, or None.
         block_q: number of queries of a block; block_k / 2 by default.
     """
-    (batch_heads, q_len, _), kv_len, device = query.shape, key.shape[1], query.device
+    batch_heads, q_len, _ = query.shape
+    kv_len = key.shape[1]
+    device = query.device
     block_q = max(1, block_k // 2) if block_q is None else block_q
     first = torch.arange(ceil_div(q_len, block_q), device=device) * block_q - (block_k - block_q) // 2
     start = first.clamp_(0, kv_len - block_k).expand(batch_heads, -1)
     if key_mask is None:
         return NearField(None, None, start, block_q, block_k, kv_len, q_len)
-    order, num_keys = valid_first(key_mask), key_mask.sum(1, keepdim=True)
+    order = valid_first(key_mask)
+    num_keys = key_mask.sum(1, keepdim=True)
     start = start.clamp(max=num_keys - block_k).clamp_(min=0)
     query_order, num_queries = (order, num_keys) if q_len == kv_len else (None, q_len)
     return NearField(query_order, order, start, block_q, block_k, num_keys, num_queries)
@@ -142,19 +149,21 @@ def plan_near_field(
     tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
     or 64 rows, changes little; 16 rows are too few for DeiT.
     """
-    kind, block_k, num_hashes, block_q = options[:4]
-    if kind == "lsh":
-        return plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, block_q), None
-    window = plan_window(query, key, block_k, key_mask, block_q)
-    if kind == "window":
+    block_k = options.block_size
+    num_hashes = options.num_hashes
+    if options.near_field == "lsh":
+        return plan_lsh(query, key, block_k, key_mask, num_hashes, options.draws, options.block_q), None
+    window = plan_window(query, key, block_k, key_mask, options.block_q)
+    if options.near_field == "window":
         return window, None
-    lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.seed, window.block_q)
+    lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.draws, window.block_q)
     assert lsh.query_order is not None and lsh.key_order is not None
-    ranks, valid = _spread_queries(window, query.shape, num_rows, options.seed, query.device)
+    ranks, valid = _spread_queries(window, query.shape, num_rows, options.draws)
     positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
     weights = row_weights(query, key, positions, key_mask, options)
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
-    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)  # (BH, R, block_k) each
+    near_of_window = near_keys(window, ranks)  # (BH, R, block_k) each
+    near_of_lsh = near_keys(lsh, of_lsh)
     outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
     if valid is not None:
@@ -175,19 +184,19 @@ def plan_near_field(
     return near, ExactRows(choose(ranks, of_lsh), of_rows, weights, valid)
 
 
-def _spread_queries(
-    window: NearField, shape: torch.Size, num_rows: int, seed: Seed, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def _spread_queries(window: NearField, shape: torch.Size, num_rows: int, draws: Draws) -> tuple[Tensor, Tensor | None]:
     """Choose evenly spread queries, the same in every head, by rank among the valid queries: int64 (BH, R).
 
     Also returns bool (BH, R), False for rows without a query, if there are fewer queries than rows; None if all exist.
     `shape` is (BH, Nq, D).
     """
-    count, num_queries = min(num_rows, shape[1]), window.num_queries
-    offset = uniform((1, count), seed, _ROWS, device)
+    count = min(num_rows, shape[1])
+    num_queries = window.num_queries
+    offset = draws.uniform((1, count), _ROWS)
     if isinstance(num_queries, int):
         return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
-    sampled, step = num_queries.clamp(1, count), integers(count, device)
+    sampled = num_queries.clamp(1, count)
+    step = integers(count, draws.device)
     ranks = strata(step, offset, num_queries, sampled)  # (BH, R)
     return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
 
@@ -223,10 +232,11 @@ def probe_norms(
     Returns:
         (BH, G, Nk), by position, and the group of each block, int64 (BH or 1, T).
     """
-    groups, batch_heads = options.groups, query.shape[0]
+    groups = options.groups
+    batch_heads = query.shape[0]
     group = query_groups(near, groups)
     if rows is None:
-        offset = offsets(batch_heads // options.batch, options.seed, _PROBES, query.device).repeat(options.batch)
+        offset = options.draws.offsets(batch_heads // options.batch, _PROBES).repeat(options.batch)
         # The first block of each group, and the end of the last one.
         first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))
         bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)
@@ -241,10 +251,12 @@ def probe_norms(
     member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]  # (BH, G, R)
     num_rows: Tensor | int = rows.weights.shape[1]
     if rows.valid is not None:
-        member, num_rows = member & rows.valid.unsqueeze(1), rows.valid.sum(1, keepdim=True)
+        member = member & rows.valid.unsqueeze(1)
+        num_rows = rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
-    member, factor = member.to(squares.dtype), near.num_queries * groups
+    member = member.to(squares.dtype)
+    factor = near.num_queries * groups
     # A quotient of integers would have float32.
     weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
     return torch.bmm(member * weight, squares), group  # (BH, G, R) @ (BH, R, Nk) -> (BH, G, Nk)
@@ -264,7 +276,8 @@ def sampling_scores(
     Returns:
         (BH, G, Nk), by sorted index, and the group of each block of queries, int64 (BH or 1, T), or None if G is 1.
     """
-    group, norms = None, None
+    group = None
+    norms = None
     if options.scores == "probe":
         groups = 1 if options.shared else min(options.groups, options.num_probes)
         norms, group = probe_norms(query, key, key_mask, near, rows, options._replace(groups=groups))
@@ -300,7 +313,8 @@ def near_far_attention(
     Returns:
         (BH, Nq, Dv).
     """
-    table, dropout_p = options.table, options.dropout_p
+    table = options.table
+    dropout_p = options.dropout_p
     near_index = near.start[:, :, None] + integers(near.block_k, query.device)  # (BH, T, block_k)
     far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)  # (BH, T, M)
     # An index lies in the near field if clamping it to the near field does not change it.
@@ -309,22 +323,25 @@ def near_far_attention(
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
         near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
-    index, bias = torch.cat((near_index, far_index), 2), torch.cat((near_bias, far_bias), 2)[:, :, None]
+    index = torch.cat((near_index, far_index), 2)
+    bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 
-    def some_heads(*tensors: Any) -> Tensor:
-        query, key, value, index, bias, order, table = tensors
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, table: Tensor | None) -> Tensor:
         if table is not None:
+            order = keys.query_order
             position = integers(query.shape[1], query.device)[None] if order is None else order  # (1 or BH, Nq)
             position = pad_to_blocks(position.unsqueeze(2), near.block_q).squeeze(3)  # (1 or BH, T, block_q)
-            bias = bias + bias_between(table, position, index)  # (BH, T, block_q, block_k + M)
-        gathered = GatheredKeys(index, bias, near.block_q, order)
-        return gathered_attention(query, key, value, gathered, scale=options.scale, dropout_p=dropout_p)
+            bias = keys.bias + bias_between(table, position, keys.key_index)  # (BH, T, block_q, block_k + M)
+            keys = keys._replace(bias=bias)
+        return gathered_attention(query, key, value, keys, scale=options.scale, dropout_p=dropout_p)
 
-    tensors = query, key, value, index, bias, near.query_order, table
+    keys = GatheredKeys(index, bias, near.block_q, near.query_order)
     size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=table is not None)
+    return sliced(
+        some_heads, query, key, value, keys, table, size=size, draws=dropout_p > 0.0, recompute=table is not None
+    )
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:
@@ -341,7 +358,9 @@ def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -
         for t, start in enumerate(near.start[a].tolist()):
             block = queries[t * near.block_q : (t + 1) * near.block_q, None]
             sample = min(t, far.sorted_index.shape[1] - 1)
-            for index, log_weight in zip(*(x[a, sample].tolist() for x in far[:2]), strict=True):
+            for index, log_weight in zip(
+                *(x[a, sample].tolist() for x in (far.sorted_index, far.log_weight)), strict=True
+            ):
                 # logaddexp, because independent sampling may select a key twice.
                 old = weights[a, block, keys[index]]
                 weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))

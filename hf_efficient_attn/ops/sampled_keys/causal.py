@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend
-from hf_efficient_attn.ops.backends.devices import in_float64
-from hf_efficient_attn.ops.draws import offsets, seed_value
+from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys
@@ -40,7 +39,8 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.strata import stratified_ranks
 
 # Streams of random numbers on level 0.
-_PROBES, _SAMPLES = 21, 22
+_PROBES = 21
+_SAMPLES = 22
 
 
 class IntervalPlan(NamedTuple):
@@ -111,14 +111,17 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     Returns:
         (BH J, 1, L).
     """
-    norms, acc_dtype, length = None, accumulation_dtype(value.dtype), key.shape[2]
+    norms = None
+    acc_dtype = accumulation_dtype(value.dtype)
+    length = key.shape[2]
     if callable(options.scores):
         norms = _interval_norms(query.flatten(0, 1), key.flatten(0, 1), options).to(acc_dtype)
     elif options.scores == "probe":
-        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level, key.device)
+        rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
         if key.dtype == torch.float16:  # has no fast product on CPUs
-            probes, key = probes.float(), key.float()
+            probes = probes.float()
+            key = key.float()
         weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)  # (BH J, p, L)
         norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)
     elif options.scores == "uniform":
@@ -129,17 +132,16 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
 @in_float64
 def _interval_norms(query: Tensor, key: Tensor, options: SamplingOptions) -> Tensor:
     """Compute squared column norms of intervals (BH J, L, D) by the function `options.scores`: (BH J, 1, L)."""
-    norms, pairs = options.scores, zip(query, key, strict=True)
+    norms = options.scores
+    pairs = zip(query, key, strict=True)
     assert callable(norms)
-    logs = [norms(*split_scale_evenly(q, k, options.scale), seed_value(options.seed))[0] for q, k in pairs]
+    logs = [norms(*split_scale_evenly(q, k, options.scale), options.draws.value)[0] for q, k in pairs]
     return torch.stack(logs).unsqueeze(1).exp_()
 
 
-def _ranks(
-    options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int, device: torch.device
-) -> Tensor:
+def _ranks(options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int) -> Tensor:
     """Draw one index in each of `count` equal strata of `length` tokens, by an offset per head: int64 (BH, count)."""
-    offset = offsets(batch_heads // options.batch, options.seed, stream, device).unsqueeze(1)
+    offset = options.draws.offsets(batch_heads // options.batch, stream).unsqueeze(1)
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
@@ -156,12 +158,16 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
         value: (BH, N, Dv).
         options: how the keys are sampled and hashed.
     """
-    block_size, num_hashes = options.causal_block, options.num_hashes if options.near_field == "lsh" else 0
+    block_size = options.causal_block
+    num_hashes = options.num_hashes if options.near_field == "lsh" else 0
     if not options.num_samples and not num_hashes:
         return []
     with torch.no_grad():
-        batch_heads, acc_dtype, device = query.shape[0], accumulation_dtype(value.dtype), key.device
-        num_samples, plans = min(options.num_samples, max(1, options.num_samples // 2)), []
+        batch_heads = query.shape[0]
+        acc_dtype = accumulation_dtype(value.dtype)
+        device = key.device
+        num_samples = min(options.num_samples, max(1, options.num_samples // 2))
+        plans = []
         is_even = options.scores == "uniform" and not options.independent
         later = _later_queries(query, block_size) if num_hashes else query
         for level, (count, length) in enumerate(sampled_intervals(query.shape[1], block_size)):
@@ -170,18 +176,19 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
             if is_even or not 0 < num_samples < length:
                 # Take one key of each of equal strata, or every key if there are as many samples.
                 taken = min(num_samples, length)
-                index = _ranks(options, batch_heads, taken, length, stream, device).unsqueeze(1).expand(-1, count, -1)
+                index = _ranks(options, batch_heads, taken, length, stream).unsqueeze(1).expand(-1, count, -1)
                 log_weight = torch.full((), math.log(length / max(1, taken)), dtype=acc_dtype, device=device)
                 far = FarField(index, log_weight.expand_as(index))
             else:
                 scores = _interval_scores(queries, keys, values, level, options)
-                offset = offsets(batch_heads // options.batch, options.seed, stream, device).repeat(options.batch)
+                offset = options.draws.offsets(batch_heads // options.batch, stream).repeat(options.batch)
                 offset = offset.repeat_interleave(count).unsqueeze(1)
                 far = sample_keys(scores, offset, options._replace(num_samples=num_samples))
                 far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
-                block_k, hashed = max(1, block_size // 2), (num_hashes, options.seed)
+                block_k = max(1, block_size // 2)
+                hashed = (num_hashes, options.draws)
                 sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
                 # The rank of the query's cell is its sorting key without the share of its position.
                 seeing = _seen_by(later, count, length)
@@ -213,33 +220,33 @@ def causal_near_far_attention(
     Returns:
         (BH, N, Dv).
     """
-    block_size, num_exact = options.causal_block, options.block_size + options.num_samples
+    block_size = options.causal_block
+    num_exact = options.block_size + options.num_samples
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
     exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, *tensors: Tensor) -> Tensor:
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, plans: tuple[IntervalPlan, ...]) -> Tensor:
         near = _near_partial(query, key, value, block_size, call)
-        queries, parts = _later_queries(query, block_size), []
-        for i, plan in enumerate(plans):
-            index, log_weight, key_order, query_block = tensors[4 * i : 4 * i + 4]
-            count, length = index.shape[1], block_size << plan.level
+        queries = _later_queries(query, block_size)
+        parts = []
+        for plan in plans:
+            count = plan.sample_index.shape[1]
+            length = block_size << plan.level
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
-            if query_block is None:
-                index = index + (integers(count, key.device) * 2 * length)[:, None]
-                keys, values = take(key, index), take(value, index)  # (BH, J, M, .)
-                part = attend(seeing, keys, values, log_weight.unsqueeze(2), **call)
+            if plan.query_block is None:
+                index = plan.sample_index + (integers(count, key.device) * 2 * length)[:, None]
+                keys = take(key, index)  # (BH, J, M, .)
+                values = take(value, index)
+                part = attend(seeing, keys, values, plan.log_weight.unsqueeze(2), **call)
             else:
-                own = IntervalPlan(plan.level, index, log_weight, key_order, query_block, plan.block_k)
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
-                part = _hashed_and_sampled(seeing, keys, values, own, call)
+                part = _hashed_and_sampled(seeing, keys, values, plan, call)
             parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
-    tensors = [x for plan in plans for x in (plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)]
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
-    return torch.cat(
-        (exact, sliced(some_heads, query, key, value, *tensors, size=size, draws=options.dropout_p > 0.0)), 1
-    )
+    far = sliced(some_heads, query, key, value, tuple(plans), size=size, draws=options.dropout_p > 0.0)
+    return torch.cat((exact, far), 1)
 
 
 def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, call: dict[str, Any]) -> Partial:
@@ -275,13 +282,17 @@ def _hashed_and_sampled(
         Partial with out (BH, J, L or less, Dv).
     """
     assert plan.key_order is not None and plan.query_block is not None
-    shape, length, block_k, device = queries.shape[:3], key.shape[2], plan.block_k, key.device
+    shape = queries.shape[:3]
+    length = key.shape[2]
+    block_k = plan.block_k
+    device = key.device
     queries, key, value, index, log_weight, key_order, query_block = (
         x.flatten(0, 1)
         for x in (queries, key, value, plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)
     )
     slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
-    num_blocks, q_len = block_of_slots.shape[1], queries.shape[1]
+    num_blocks = block_of_slots.shape[1]
+    q_len = queries.shape[1]
     # An unused slot gets the query at index `q_len`, which is padding.
     query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)
     query_of_slot.scatter_(1, slot, integers(q_len, device).expand_as(slot))
@@ -365,7 +376,8 @@ def dense_causal_log_weights(
         for plan in plans:
             if completed < 0 or not completed >> plan.level & 1:
                 continue
-            j, interval = (completed >> plan.level) // 2, block_size << plan.level
+            j = (completed >> plan.level) // 2
+            interval = block_size << plan.level
             first = 2 * j * interval
             for a in range(len(like)):
                 samples = zip(plan.sample_index[a, j].tolist(), plan.log_weight[a, j].tolist(), strict=True)

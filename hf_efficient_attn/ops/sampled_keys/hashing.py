@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, accumulation_dtype, attend, merge
-from hf_efficient_attn.ops.backends.devices import wide_dtype
-from hf_efficient_attn.ops.draws import normal
+from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -50,29 +49,32 @@ class NearField(NamedTuple):
     num_queries: Tensor | int
 
 
-def hyperplanes(head_dim: int, num_hashes: int, seed: Seed, device: torch.device) -> Tensor:
+def hyperplanes(head_dim: int, num_hashes: int, draws: Draws) -> Tensor:
     """Draw standard normal vectors that are normals of hyperplanes: float64 (D, num_hashes)."""
-    return normal((head_dim, num_hashes), seed, 1, device)
+    return draws.normal((head_dim, num_hashes), 1)
 
 
-def hash_keys(x: Tensor, num_hashes: int, seed: Seed, mask: Tensor | None = None) -> Tensor:
+def hash_keys(x: Tensor, num_hashes: int, draws: Draws, mask: Tensor | None = None) -> Tensor:
     """Compute sorting keys: the Gray rank of a token's cell plus position / N, which tells the tokens of a cell apart.
 
     Positions and N count the valid tokens. Called without a gradient.
 
-    For tokens (BH, N, D) and r hyperplanes of a seed: (BH, N), float32 if that holds all ranks and positions, else
+    For tokens (BH, N, D) and r hyperplanes: (BH, N), float32 if that holds all ranks and positions, else
     float64. The sorting key of a token that the mask, bool (BH, N) or None, excludes is inf.
     """
-    length, device = x.shape[1], x.device
+    length = x.shape[1]
+    device = x.device
     levels = 2.0 ** (24 - num_hashes)  # of a position that float32 holds beside a rank
     dtype = torch.float32 if length <= levels else wide_dtype(device)
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.
     # The last hyperplane comes first, and all are negated, so that bit 1 has a negative sign: (r, D).
-    planes = -hyperplanes(x.shape[2], num_hashes, seed, device).t().flip(0).to(x.dtype)
+    planes = -hyperplanes(x.shape[2], num_hashes, draws).t().flip(0).to(x.dtype)
     sides = torch.bmm(planes.expand(len(x), -1, -1), x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
-    rank, count = integers(length, device)[None], torch.full((1, 1), length, device=device)
+    rank = integers(length, device)[None]
+    count = torch.full((1, 1), length, device=device)
     if mask is not None:
-        rank, count = mask.cumsum(1) - 1, mask.sum(1, keepdim=True).clamp(min=1)
+        rank = mask.cumsum(1) - 1
+        count = mask.sum(1, keepdim=True).clamp(min=1)
     share = rank.to(dtype) / count
     if dtype == torch.float32 and length > levels:  # so that no rounding moves a token to the next cell
         share = (share * levels).floor() / levels
@@ -90,7 +92,7 @@ def plan_lsh(
     block_size: int,
     key_mask: Tensor | None,
     num_hashes: int,
-    seed: Seed,
+    draws: Draws,
     block_q: int | None = None,
 ) -> NearField:
     """Cut queries and keys into blocks in hash order, without a gradient.
@@ -103,13 +105,15 @@ def plan_lsh(
         block_size: number of keys of a block.
         key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
         num_hashes: number of hyperplanes of the hash.
-        seed: seed of the hyperplanes.
+        draws: the random numbers of the hyperplanes.
         block_q: number of queries of a block; `block_size` by default.
     """
-    q_len, kv_len, block_q = query.shape[1], key.shape[1], block_size if block_q is None else block_q
+    q_len = query.shape[1]
+    kv_len = key.shape[1]
+    block_q = block_size if block_q is None else block_q
     query_mask = key_mask if q_len == kv_len else None
-    query_keys, query_order = hash_keys(query, num_hashes, seed, query_mask).sort(stable=True)
-    keys, key_order = hash_keys(key, num_hashes, seed, key_mask).sort(stable=True)
+    query_keys, query_order = hash_keys(query, num_hashes, draws, query_mask).sort(stable=True)
+    keys, key_order = hash_keys(key, num_hashes, draws, key_mask).sort(stable=True)
     num_keys = kv_len if key_mask is None else key_mask.sum(1, keepdim=True)
     num_queries = q_len if query_mask is None else num_keys
     start = block_starts(query_keys, keys, num_queries, num_keys, block_q, block_size)
@@ -129,7 +133,8 @@ def block_starts(
     first `num_queries` and `num_keys`, integers or int64 (BH, 1), are valid. Returns int64 (BH, T). A block of keys
     ends before `num_keys` if there are at least `block_k`.
     """
-    (batch_heads, q_len), device = query_keys.shape, keys.device
+    batch_heads, q_len = query_keys.shape
+    device = keys.device
     middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)  # (BH, T)
     of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))  # (BH, T)
     start = torch.searchsorted(keys, of_middle) - block_k // 2
@@ -140,16 +145,17 @@ _STREAM = 45
 # Its negative is so far below any score that its exponential is 0, but finite, because infinity times 0 is NaN.
 _EXCLUDED = 1e30
 # The sorting key of a token is bucket * 2**32 + position. The bucket of masked tokens comes after all others.
-_BUCKET, _LAST_BUCKET = 1 << 32, 1 << 30
+_BUCKET = 1 << 32
+_LAST_BUCKET = 1 << 30
 
 
-def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, seed: Seed, device: torch.device) -> Tensor:
+def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, draws: Draws) -> Tensor:
     """Draw standard normal directions of every round for up to `kv_len` keys: float64 (h, rounds, 2, D).
 
     Fewer keys use the first of the h directions: see `bucket_halves`.
     """
     most = math.isqrt(ceil_div(kv_len, 2 * block_size) - 1) + 1
-    return normal((most, rounds, 2, head_dim), seed, _STREAM, device)
+    return draws.normal((most, rounds, 2, head_dim), _STREAM)
 
 
 def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> Tensor:
@@ -177,7 +183,8 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
     # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
     used = integers(len(directions), x.device) < half.unsqueeze(2)
     directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]  # (1 or BH, S, 2, h, D)
-    dtype, sizes = accumulation_dtype(x.dtype), directions.shape[1:4]
+    dtype = accumulation_dtype(x.dtype)
+    sizes = directions.shape[1:4]
     projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
     if num_keys is not None:  # subtract the mean from the products, because they are fewer numbers
         projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
@@ -204,7 +211,7 @@ def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def plan_rounds(
-    query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, seed: Seed
+    query: Tensor, key: Tensor, key_mask: Tensor | None, *, block_size: int, rounds: int, draws: Draws
 ) -> NearField:
     """Cut queries into blocks of `block_size`, each with 2 * block_size keys: its own and half of both neighbors.
 
@@ -219,15 +226,18 @@ def plan_rounds(
         key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
         block_size: number of queries of a block.
         rounds: number of hashes.
-        seed: seed of the hashes.
+        draws: the random numbers of the hashes.
     """
-    (batch_heads, q_len, head_dim), kv_len, device = query.shape, key.shape[1], key.device
-    block_k, same_length = 2 * block_size, q_len == kv_len
+    batch_heads, q_len, head_dim = query.shape
+    kv_len = key.shape[1]
+    device = key.device
+    block_k = 2 * block_size
+    same_length = q_len == kv_len
     if key_mask is None and kv_len <= rounds * block_k:
         key_mask = torch.ones(batch_heads, kv_len, dtype=torch.bool, device=device)
     query_mask = key_mask if same_length else None
     num_keys = torch.full((1, 1), kv_len, device=device) if key_mask is None else key_mask.sum(1, keepdim=True)
-    directions = rotations(kv_len, block_size, rounds, head_dim, seed, device)
+    directions = rotations(kv_len, block_size, rounds, head_dim, draws)
     half = bucket_halves(num_keys, block_size, len(directions))
     share = query_share = integers(kv_len, device)
     if not same_length:  # the share of the sequence before a token, as an integer below 2^31
@@ -235,7 +245,8 @@ def plan_rounds(
         query_share = (integers(q_len, device) << 31) // q_len
         share = (rank << 31) // num_keys.clamp(min=1).unsqueeze(2)
     keys, key_order = _sort(bucket_codes(key, directions, half, None if query is key else num_keys), share, key_mask)
-    queries, query_order = keys, key_order
+    queries = keys
+    query_order = key_order
     if query is not key:
         queries, query_order = _sort(bucket_codes(query, directions, half), query_share, query_mask)
     of_rounds = num_keys.expand(batch_heads, 1).repeat_interleave(rounds, 0)  # (BH S, 1)
@@ -249,6 +260,15 @@ def plan_rounds(
     key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
     start = torch.where(short, disjoint, start)
     return NearField(query_order, key_order, start, block_size, block_k, num_keys, num_queries)
+
+
+class _Rounds(NamedTuple):
+    """The rounds of some heads, from a `NearField`."""
+
+    query_order: Tensor  # (BH, S, Nq)
+    key_order: Tensor  # (BH, S, Nk)
+    start: Tensor  # (BH, S, T)
+    num_keys: Tensor | None  # (BH, 1)
 
 
 def rounds_attention(
@@ -273,8 +293,8 @@ def rounds_attention(
     """
     rounds, num_blocks = plan.start.shape[1:]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, num_keys: Tensor | None, *orders: Tensor) -> Tensor:
-        query_order, key_order, start = orders
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, some: _Rounds) -> Tensor:
+        query_order, key_order, start, num_keys = some
         query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))  # (BH, S, N)
         # The last block is padded with query 0; the result for the padding is not used.
         queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
@@ -287,12 +307,14 @@ def rounds_attention(
         first = start.gather(2, query_rank // plan.block_q)
 
         def one_round(s: int) -> Partial:
-            own, own_keys = queries[:, s], keys[:, s]
+            own = queries[:, s]
+            own_keys = keys[:, s]
             # Round t contains a pair if the rank of the key is in the block of keys of the query.
             earlier = [(_at(key_rank[:, t], own_keys), _at(first[:, t], own)) for t in range(s)]
             bias = _round_bias(query.dtype, (own, own_keys), None if masked is None else masked[:, s], earlier, others)
             block = take(query, own), take(key, own_keys), take(value, own_keys)
-            part, rank = attend(*block, bias, scale=scale, dropout_p=dropout_p), query_rank[:, s]
+            part = attend(*block, bias, scale=scale, dropout_p=dropout_p)
+            rank = query_rank[:, s]
             return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
 
         # The first round has no bias, so it comes last, when the results of the others take memory.
@@ -300,11 +322,13 @@ def rounds_attention(
         out, lse = merge(*partials)
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
-    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
-    tensors = query, key, value, num_keys, plan.query_order, plan.key_order, plan.start
     size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
     # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as computing them again.
-    return sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0, recompute=dropout_p > 0.0)
+    draws = dropout_p > 0.0
+    assert plan.query_order is not None and plan.key_order is not None
+    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
+    orders = _Rounds(plan.query_order, plan.key_order, plan.start, num_keys)
+    return sliced(some_heads, query, key, value, orders, size=size, draws=draws, recompute=draws)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
@@ -328,7 +352,9 @@ def _round_bias(
     round the ranks of these keys, and the starts of the blocks of keys of these queries. `others` excludes the pairs of
     a token with itself.
     """
-    (queries, keys), acc_dtype, bias = pairs, accumulation_dtype(dtype), None
+    queries, keys = pairs
+    acc_dtype = accumulation_dtype(dtype)
+    bias = None
     block_k = keys.shape[2]
     for rank, first in earlier:
         # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
@@ -350,7 +376,8 @@ def _round_bias(
 def dense_pairs(plan: NearField) -> Tensor:
     """Mark the pairs of any round, in the readable form: bool (BH, Nq, Nk)."""
     assert plan.query_order is not None and plan.key_order is not None
-    (batch_heads, rounds, q_len), kv_len = plan.query_order.shape, plan.key_order.shape[2]
+    batch_heads, rounds, q_len = plan.query_order.shape
+    kv_len = plan.key_order.shape[2]
     pairs = torch.zeros(batch_heads, q_len, kv_len, dtype=torch.bool, device=plan.query_order.device)
     for a in range(batch_heads):
         num_keys = plan.num_keys if isinstance(plan.num_keys, int) else int(plan.num_keys[a])

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import accumulation_dtype
-from hf_efficient_attn.ops.backends.devices import in_float64, wide_dtype, widened
-from hf_efficient_attn.ops.draws import seed_value, uniform
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, wide_dtype, widened
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField
-from hf_efficient_attn.ops.shards import Seed
 from hf_efficient_attn.ops.strata import independent_sample, strata, systematic_sample
 
 # The operator norm of V is estimated from at least this many values.
@@ -45,7 +43,7 @@ class SamplingOptions(NamedTuple):
         num_probes: number of queries from which "probe" estimates the norms.
         independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
         scale: factor of the attention scores.
-        seed: seed of the hash and of the samples.
+        draws: the random numbers of the hash and of the samples.
         batch: B. Sequences of a batch use the same random numbers.
         groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
         shared: whether all blocks of queries share one sample instead of having one each.
@@ -62,7 +60,7 @@ class SamplingOptions(NamedTuple):
     num_probes: int
     independent: bool
     scale: float
-    seed: Seed
+    draws: Draws
     batch: int
     groups: int = 1
     shared: bool = False
@@ -95,7 +93,8 @@ def row_weights(
     The scores of bfloat16 inputs are computed in their dtype, since the rows only plan. A row without a valid key is 0.
     """
     if query.dtype == torch.float16:  # has no fast product on CPUs
-        query, key = query.float(), key.float()
+        query = query.float()
+        key = key.float()
     scores = torch.bmm(take(query, positions) * options.scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
     if options.table is not None:
         scores += bias_between(options.table, positions.unsqueeze(1), integers(key.shape[1], key.device)[None, None])[
@@ -141,7 +140,8 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
     distribution. On activations of BERT and DeiT the errors with it and with the power method are equal. The values lie
     at a regular distance among the valid values, so that padding does not change the estimate.
     """
-    kv_len, acc_dtype = value.shape[1], accumulation_dtype(value.dtype)
+    kv_len = value.shape[1]
+    acc_dtype = accumulation_dtype(value.dtype)
     if key_mask is None:
         step = max(1, kv_len // NORM_VALUES)
         sample = value[:, step // 2 :: step].to(acc_dtype)  # (BH, n, Dv)
@@ -193,7 +193,9 @@ def density_norms(
     Returns:
         (BH, 1, Nk), by position.
     """
-    norms, (block_q, is_same) = options.scores, (near.block_q, query.shape[1] == key.shape[1])
+    norms = options.scores
+    block_q = near.block_q
+    is_same = query.shape[1] == key.shape[1]
     assert callable(norms)
     out = torch.zeros(key.shape[:2], dtype=torch.float64, device=key.device)
     block_keys = near.start[:, :, None] + integers(near.block_k, key.device)  # (BH, T, block_k)
@@ -203,7 +205,7 @@ def density_norms(
             continue
         valid_query = valid if is_same else torch.ones_like(query[a, :, 0], dtype=torch.bool)
         queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], options.scale)
-        found = norms(queries[valid_query], keys[valid], seed_value(options.seed))
+        found = norms(queries[valid_query], keys[valid], options.draws.value)
         log_norms, log_sums = (x.double() for x in found)
         logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
         order = integers(len(logs), key.device) if near.query_order is None else near.query_order[a]
@@ -227,7 +229,7 @@ def sample_keys(scores: Tensor, offset: Tensor, options: SamplingOptions, group:
     """
     num_samples = options.num_samples
     if options.independent:
-        numbers = uniform((num_samples,), options.seed, _INDEPENDENT, scores.device) + offset.unsqueeze(2)
+        numbers = options.draws.uniform((num_samples,), _INDEPENDENT) + offset.unsqueeze(2)
         index, log_weight = independent_sample(scores, num_samples, numbers.frac(), group)
     else:
         probabilities = inclusion_probabilities(scores, num_samples)
@@ -246,7 +248,9 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
         offset: float64 (BH, T) in (0, 1), the offset of each sample; or (BH, 1) without samples.
         dtype: dtype of the log-weights.
     """
-    device, num_keys, start = offset.device, near.num_keys, near.start.unsqueeze(2)
+    device = offset.device
+    num_keys = near.num_keys
+    start = near.start.unsqueeze(2)
     if not num_samples:
         return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
     rest = torch.as_tensor(num_keys, device=device).view(-1, 1, 1) - near.block_k
@@ -274,9 +278,11 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     Returns:
         float64 (..., N), since sums of many probabilities select the samples.
     """
-    acc_dtype, tiny = wide_dtype(scores.device), _TINY
+    acc_dtype = wide_dtype(scores.device)
+    tiny = _TINY
     if acc_dtype == torch.float32:
-        scores, tiny = scores / scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny), 1e-30
+        scores = scores / scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        tiny = 1e-30
     highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
     rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=acc_dtype)
     # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.

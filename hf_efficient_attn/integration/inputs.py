@@ -1,0 +1,275 @@
+"""The inputs of a call of a model: what is refused before its forward, and the masks that its layers get.
+
+Transformers describes a mask by a function of four indices and builds a (B, 1, Nq, Nk) tensor from it. Here padding is
+a mask of the keys, and patterns other than windows are refused. Some models make a causal mask for modules that call
+themselves bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says
+whether it is causal, by its dtype: that survives whatever may happen to a tensor on its way, and the code of a model
+that takes such a mask for a bool one fails instead of computing something else. Without a mask, the attention module
+decides.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.import_utils import is_tracing
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration.settings import EXACT, method_of
+from hf_efficient_attn.ops.tracing import replaced_in_graphs, unwrapped
+
+# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask does not get
+# here with its own dtype, because `padding_mask` reads it first; other code made a bool one. PyTorch cannot pickle
+# uint16.
+_KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
+    torch.int16: (True, False),
+    torch.int8: (False, False),
+    torch.int32: (True, True),
+    torch.uint8: (False, True),
+    torch.bool: (None, False),
+}
+# Arguments that tell where the texts of a packed row begin.
+_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+_PATTERN = (
+    "the mask is not plain causal or full attention (packed sequences, chunks, blocks or a prefix), which "
+    "sub-quadratic attention cannot keep: pad the sequences instead of packing them, or use "
+    f"attn_implementation={EXACT!r}"
+)
+# The attribute of a model with the `PositionTable`s that it holds.
+TABLES = "_efficient_attention_positions"
+
+
+def check_inputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
+
+    Some models do not pass these arguments on to their attention.
+    """
+    name = method_of(model.config)
+    if name is not None:
+        given = by_name(model, args, kwargs)
+        refuse_packed_rows(given)
+        refuse_long_input(model, given)
+        requested = given.get("output_attentions")
+        refuse_attentions(name, model.config.output_attentions if requested is None else requested)
+
+
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a call of a model by their names."""
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+
+
+def refuse_attentions(name: str, requested: object) -> None:
+    """Refuse `output_attentions=True`."""
+    if requested:
+        raise UnsupportedAttentionError(
+            f"output_attentions=True: {name} never computes the attention probabilities; load the model with "
+            "attn_implementation='eager' to see them"
+        )
+
+
+def refuse_packed_rows(given: Mapping[str, Any]) -> None:
+    """Refuse a call, by its arguments, with several texts in one row, which would attend to each other.
+
+    Transformers looks at the positions only where it makes a causal mask without a cache.
+
+    An argument says where texts begin, or the positions of a row begin again, not counting those of padding. While a
+    graph is traced, the check is part of the graph.
+    """
+    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    argument, is_packed = next((name for name in _PACKING if given.get(name) is not None), None), False
+    message = (
+        f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, which would attend to "
+        "each other: pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening), or "
+        "use attn_implementation='flash_attention_2'"
+    )
+    if argument is None:
+        message += (
+            ". If they are not packed, and the positions begin again because the model has too few: extend them with "
+            "hf_efficient_attn.extend_positions(model, max_length), and leave position_ids out"
+        )
+    # With another mask the model makes masks for a part of it.
+    is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
+    if argument is None and is_known and isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_meta:
+        restarts = ids[:, 1:] < ids[:, :-1]
+        if mask is not None and mask.shape[1] >= ids.shape[1]:
+            valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
+            restarts = restarts & valid[:, 1:] & valid[:, :-1]
+        if is_tracing(restarts):
+            torch._assert_async(~restarts.any(), message)
+        else:
+            is_packed = ids.shape[1] > 1 and bool(unwrapped(restarts).any())
+    if argument is not None or is_packed:
+        raise UnsupportedAttentionError(message)
+
+
+class PositionTable(NamedTuple):
+    """A learned table over token positions: the attribute `name` of `module`, in which it can be replaced."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The table."""
+        return getattr(self.module, self.name)
+
+    @property
+    def num_positions(self) -> int:
+        """The number of tokens that the table is for."""
+        return self.embedding.num_embeddings - position_offset(self.embedding)
+
+
+def position_offset(embedding: nn.Embedding) -> int:
+    """Number of entries before position 0: those of BART begin at `offset`, those of RoBERTa at padding_idx + 1."""
+    padding: int = -1 if embedding.padding_idx is None else embedding.padding_idx
+    offset: Any = getattr(embedding, "offset", None)
+    return offset if isinstance(offset, int) else padding + 1
+
+
+def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call of a model whose input is longer than its position table.
+
+    Without this the call ends in an index error, on a GPU in an assertion that ends the process. Only shapes are looked
+    at, unless they exceed the table: then positions that are given, or counted without padding, can still fit.
+    """
+    tables: tuple[PositionTable, ...] = getattr(model, TABLES, ())
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    if not tables or not isinstance(tokens := embeds if ids is None else ids, Tensor):
+        return
+    length = tokens.shape[-1 if ids is not None else -2]
+    # Transformers 5.24 calls the argument `cache`.
+    past: Any = kwargs.get("past_key_values", kwargs.get("cache"))
+    num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
+    length = length if isinstance(num_past, Tensor) else length + num_past
+    for table in (table for table in tables if length > table.num_positions):
+        position_ids, embedding, used = kwargs.get("position_ids"), table.embedding, length
+        if isinstance(position_ids, Tensor):
+            has_offset = isinstance(getattr(embedding, "offset", None), int)
+            used = _largest(position_ids + 1 - (0 if has_offset else position_offset(embedding)))
+        elif embedding.padding_idx is not None and ids is not None:
+            # Padding has no position. Which cached tokens are padding is unknown here, so all of them count.
+            used = _largest((ids != embedding.padding_idx).sum(-1) + length - ids.shape[-1])
+        if used > table.num_positions:
+            raise UnsupportedAttentionError(
+                f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions, for a "
+                "prompt and what is generated together: shorten the input, or extend the positions before the call "
+                f"with hf_efficient_attn.extend_positions(model, {used})"
+            )
+
+
+@replaced_in_graphs(lambda counts: 0)
+def _largest(counts: Tensor) -> int:
+    """The largest number, or 0 where it cannot be read."""
+    return 0 if is_tracing(counts) or counts.is_meta else int(unwrapped(counts).max())
+
+
+class KeyMask(NamedTuple):
+    """What a mask of `padding_mask` says."""
+
+    keys: Tensor | None  # bool (B, Nk), True for the keys to attend to; None if there is no padding
+    is_causal: bool | None  # whether it was made for causal attention; None if that is not known
+    is_local: bool = False  # whether it was made for a sliding window that is shorter than the keys
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """Make the mask of the keys. Transformers determines the arguments.
+
+    Returns (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
+    Any pattern but padding and a window, a static cache, and a mask that is not 2-D are refused.
+    """
+    # Only Transformers' functions for bidirectional masks pass this argument.
+    is_causal = "allow_is_bidirectional_skip" not in kwargs
+    if is_causal and (isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length):
+        raise UnsupportedAttentionError(
+            "the last key does not belong to the last query, as in a static key-value cache: use the ordinary dynamic "
+            f"cache (leave cache_implementation out), or attn_implementation={EXACT!r}"
+        )
+    if use_vmap:
+        raise UnsupportedAttentionError(_PATTERN)
+    window = local_size if local_size is not None and local_size < kv_length else None
+    mask = None
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise UnsupportedAttentionError(
+                f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use "
+                f"attn_implementation={EXACT!r}"
+            )
+        mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
+        mask = pad(mask, (0, kv_length - mask.shape[1]), value=False).expand(batch_size, -1)
+    if mask_function is not causal_mask_function and mask_function is not bidirectional_mask_function:
+        batch = torch.arange(batch_size, device=device)[:, None]
+        contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
+        queries = torch.arange(q_length, device=device) + q_offset
+        valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
+        plain = _is_plain(contains, queries, kv_offset, valid, is_causal, window)
+        if is_tracing(plain):  # the check is part of the graph
+            torch._assert_async(plain, _PATTERN)
+        elif not bool(unwrapped(plain).all()):
+            raise UnsupportedAttentionError(_PATTERN)
+    dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
+    if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
+        return None
+    if mask is None:
+        return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
+    return mask.to(dtype)
+
+
+def _is_plain(
+    contains: Callable[..., Tensor], queries: Tensor, first: int, valid: Tensor, is_causal: bool, window: int | None
+) -> Tensor:
+    """Whether a composed mask equals plain causal or full attention, or a sliding window: a bool scalar.
+
+    While a graph is traced, Transformers composes plain masks too, as if every sequence were packed. In the patterns
+    that Transformers composes, every query attends to an interval of keys around it. So it is enough to check the two
+    ends of each interval, which takes O(N) pairs.
+
+    `contains` says of positions of queries (Nq,) and of keys, the first of which is at `first`, which pairs are in the
+    mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter.
+    """
+    last = first + valid.shape[1] - 1
+    if window is None:
+        low = first + valid.to(torch.int64).argmax(1, keepdim=True)
+        high = queries if is_causal else last - valid.flip(1).to(torch.int64).argmax(1, keepdim=True)
+    else:
+        low, high = (queries - window + 1, queries) if is_causal else (queries - window, queries + window)
+    plain = torch.ones((), dtype=torch.bool, device=valid.device)
+    for keys, is_reached in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
+        index = (keys - first).clamp(0, last - first).expand(len(valid), -1)
+        counts = (keys >= first) & (keys <= last) & valid.gather(1, index)
+        if is_causal:
+            counts = counts & valid[:, valid.shape[1] - len(queries) :]
+        plain = plain & ((contains(queries, keys.clamp(first, last)) == is_reached) | ~counts).all()
+    return plain
+
+
+def read_mask(name: str, mask: object) -> KeyMask:
+    """Read a mask of `padding_mask`, as an attention module passes it on; refuse others in the name of a method."""
+    if mask is None:
+        return KeyMask(None, None)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype in _KINDS:
+        return KeyMask(mask.to(torch.bool), *_KINDS[mask.dtype])
+    kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    raise UnsupportedAttentionError(
+        f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "
+        f"that is 1 for every token and 0 for padding, or use attn_implementation={EXACT!r}"
+    )

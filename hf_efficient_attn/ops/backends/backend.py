@@ -1,0 +1,129 @@
+"""What a backend of `attend` is.
+
+`hf_efficient_attn.ops.backends` lists all backends. The guide "Add a kernel" shows how to add one.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over a subset of the keys.
+
+    Attributes:
+        out: (..., Nq, Dv), the normalized output; 0 for an empty subset.
+        lse: (..., Nq), the log of the sum of the weights, float32 (float64 for float64 input); -inf for an empty
+            subset.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class AttendCall(NamedTuple):
+    """The arguments of `attend`, which documents them.
+
+    Attributes:
+        query: (BH, T, Nq, D).
+        key: (BH, T or 1, Nk, D).
+        value: (BH, T or 1, Nk, Dv).
+        bias: broadcastable to (BH, T, Nq, Nk), or None.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+        is_exported: whether the call is traced for ONNX, which has PyTorch's standard operators only.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    scale: float
+    dropout_p: float
+    is_exported: bool
+
+
+class Gradients(NamedTuple):
+    """The gradients of the tensors of an `AttendCall`, with their shapes and dtypes; None for a bias without one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+
+
+class Backend(NamedTuple):
+    """One way to compute `attend`.
+
+    Attributes:
+        name: a name for messages and tests.
+        applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
+        forward: forward(call) returns the partial, with out (BH, T, Nq, Dv) in the dtype of the values and lse
+            (BH, T, Nq) in the accumulation dtype. A query whose pairs are all excluded has out 0 and lse -inf.
+        backward: backward(call, partial, grad_out, grad_lse, with_bias) returns `Gradients` from the partial that
+            `forward` returned. `grad_lse` is None if nothing depends on the lse. The bias has a gradient only if
+            `with_bias`. If `backward` is None, autograd differentiates `forward`, which then holds the weights of all
+            pairs.
+    """
+
+    name: str
+    applies: Callable[[AttendCall], bool]
+    forward: Callable[[AttendCall], Partial]
+    backward: Callable[[AttendCall, Partial, Tensor, Tensor | None, bool], Gradients] | None
+
+
+class GatheredKeys(NamedTuple):
+    """The indices of the keys of each of T blocks of queries.
+
+    Attributes:
+        key_index: int64 (BH, T, K).
+        bias: (BH, T, 1 or block_q, K), added to the scores.
+        block_q: the number of queries of a block.
+        query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
+    """
+
+    key_index: Tensor
+    bias: Tensor
+    block_q: int
+    query_order: Tensor | None = None
+
+
+class GatheredCall(NamedTuple):
+    """The arguments of `gathered_attention`, which documents them.
+
+    Attributes:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        gathered: the keys of each block of queries.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gathered: GatheredKeys
+    scale: float
+    dropout_p: float
+
+
+class GatheredBackend(NamedTuple):
+    """One way to compute `gathered_attention` without copies of the keys.
+
+    Attributes:
+        name: a name for messages and tests.
+        applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
+        attend: attend(call) returns the output (BH, Nq, Dv), by position of the queries. It is differentiable.
+    """
+
+    name: str
+    applies: Callable[[GatheredCall], bool]
+    attend: Callable[[GatheredCall], Tensor]
+
+
+def safe_row_max(row_max: Tensor) -> Tensor:
+    """Maxima that can be subtracted from scores: -inf, the maximum of an empty set, becomes 0."""
+    return row_max.masked_fill(row_max == -torch.inf, 0.0)

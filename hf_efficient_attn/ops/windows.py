@@ -1,0 +1,275 @@
+"""A sliding window and global tokens, exactly, with memory linear in the sequence.
+
+Queries are cut into blocks. Each block attends to a view of the keys, and these views overlap.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_efficient_attn.ops.attend import Partial, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.exact import bias_of, mask_bias
+from hf_efficient_attn.ops.index import ceil_div, count_blocks, pad_to_blocks, take
+from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.tracing import exporting_to_onnx
+
+# The fewest and the most queries of a block: few, so that few keys of a block are outside the window of its queries.
+_MIN_BLOCK_Q = 32
+_MAX_BLOCK_Q = 64
+# This many queries attend to the global tokens at a time.
+_GLOBAL_BLOCK_Q = 128
+
+
+def _window_block(window_size: int, dropout_p: float, key: Tensor) -> int:
+    """Choose the number of queries of a block in a window of `window_size` keys on both sides together."""
+    block_q = _MAX_BLOCK_Q if window_size >= 2 * _MAX_BLOCK_Q else _MIN_BLOCK_Q
+    # With a gradient blocks are larger, because the gradient of a key is summed over all blocks that contain it. With
+    # dropout blocks are always larger: reentrant checkpointing first computes without a gradient, and must draw the
+    # same.
+    is_larger = dropout_p > 0.0 or (torch.is_grad_enabled() and key.requires_grad)
+    return 2 * block_q if is_larger else block_q
+
+
+class WindowCall(NamedTuple):
+    """The keys that a query attends to, and the options of the attention.
+
+    Attributes:
+        window_size: keys on each side, in the causal form on the left only.
+        num_global: the first valid tokens that attend to all tokens and that all tokens attend to.
+        is_causal: whether a query attends to keys up to its own position only.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+
+    window_size: int
+    num_global: int
+    is_causal: bool
+    scale: float
+    dropout_p: float
+
+
+def window_partial(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    table: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    skip: int = 0,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Partial:
+    """Compute attention of each query i to the keys i - left .. i + right.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        key_mask: bool (1 or BH, N), True for valid keys, or None. (1, N) is cheaper, because each block has another
+            bias if there is a mask.
+        table: (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`), or None.
+        left: keys before the query.
+        right: keys after the query.
+        skip: number of first keys that no query attends to.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partial of out (BH, N, Dv) and lse (BH, N).
+    """
+    length = query.shape[1]
+    device = query.device
+    exporting = exporting_to_onnx()
+    block_q = _window_block(left + right, dropout_p, key)
+    block_q = block_q if exporting else min(block_q, length)  # a graph must not depend on the length
+    num_blocks = count_blocks(length, block_q)
+    block_k = left + block_q + right
+    after = right + num_blocks * block_q - length
+    # (block_q, block_k)
+    distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
+    in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)[None, None]
+    if table is not None:
+        in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)  # (BH, 1, block_q, block_k)
+    valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    valid = valid & (torch.arange(length, device=device) >= skip)
+    valid = pad(valid, (left, after)).unfold(1, block_k, block_q)  # (1 or BH, T, block_k)
+    # Without a mask all blocks but those at both ends have the same bias.
+    low = high = num_blocks
+    if key_mask is None and not exporting:
+        low = min(num_blocks, ceil_div(left + skip, block_q))
+        high = max(low, num_blocks - ceil_div(after, block_q))
+    blocks = pad_to_blocks(query, block_q)
+    # (BH, T, block_k, .)
+    keys, values = (pad(x, (0, 0, left, after)).unfold(1, block_k, block_q).transpose(2, 3) for x in (key, value))
+    parts = []
+    for first, last in ((0, low), (low, high), (high, num_blocks)):
+        if first < last:
+            is_inner = low < high and first == low
+            bias = in_window if is_inner else in_window + mask_bias(valid[:, first:last, None], query.dtype)
+            own, own_keys, own_values = (
+                x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
+            )
+            parts.append(attend(own, own_keys, own_values, bias, scale=scale, dropout_p=dropout_p))
+    out, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
+    return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
+
+
+def window_attention(
+    query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, table: Tensor | None, call: WindowCall
+) -> Tensor:
+    """Compute attention to the window and to the global tokens.
+
+    Args:
+        query: (B, H, N, D).
+        key: (B, H, N, D).
+        value: (B, H, N, Dv).
+        key_mask: bool (B, N), True for valid keys, or None.
+        table: (H, 2R + 1), the bias by distance, or None; without global tokens only.
+        call: which keys a query attends to.
+
+    Returns:
+        (B, H, N, Dv).
+    """
+    batch, num_heads, length, head_dim = query.shape
+    drops = call.dropout_p > 0.0
+    # In the backward pass a slice holds the gradients of the keys of all its blocks. Plain products hold all pairs.
+    bias_of_pairs = query.new_empty(1, 1, 2, 1)
+    pairs = table is not None or keeps_pairs(query, key, bias_of_pairs, call.scale, call.dropout_p)
+    numel = max(2 * (head_dim + value.shape[3]), 2 * (call.window_size + _MAX_BLOCK_Q) if pairs else 0)
+    size = slice_size(length * numel, query.device)
+    recompute = drops or table is not None
+
+    def of_mask(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Tensor:
+        form = functools.partial(_window_and_global, call, mask)
+        return sliced(form, query, key, value, table, size=size, draws=drops, recompute=recompute)
+
+    if key_mask is None or exporting_to_onnx():
+        mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
+        query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # (BH, N, .)
+        out = of_mask(mask, query, key, value, None if table is None else table.repeat(batch, 1))
+        unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
+        return unflat
+    # With a mask each block has its own bias. This computes one sequence at a time, so that all heads share the bias.
+    rows = zip(key_mask.split(1), query, key, value, strict=True)
+    return torch.stack([of_mask(*row, table) for row in rows])
+
+
+def _window_and_global(
+    call: WindowCall, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
+) -> Tensor:
+    """Compute the attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
+    left, num_global, is_causal, scale, dropout_p = call
+    block_q = _GLOBAL_BLOCK_Q
+    length = query.shape[1]
+    device = query.device
+    if not exporting_to_onnx():
+        num_global = min(num_global, length)
+        left = min(left, length - 1)
+        block_q = min(block_q, length)
+    right = 0 if is_causal else left
+    window = functools.partial(window_partial, left=left, right=right, scale=scale, dropout_p=dropout_p)
+    if not num_global:
+        return window(query, key, value, mask, table).out
+    tokens = _first_valid(mask, num_global, length, device)
+    near = window(query, key, value, tokens.local_mask, skip=tokens.skipped)
+    attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
+    out = merge(near, _attention_to_global(query, key, value, tokens, is_causal, block_q, attend_to)).out  # (BH, N, Dv)
+    # The global tokens attend to all tokens. These outputs replace their outputs in the window.
+    of_global = _attention_of_global(query, key, value, mask, tokens, is_causal, attend_to)  # (BH, G, Dv)
+    is_global = torch.zeros(tokens.positions.shape[0], length, dtype=torch.bool, device=device)  # (1 or BH, N)
+    is_global = is_global.scatter(1, tokens.positions, tokens.valid)
+    spread = out.scatter(1, tokens.positions[:, :, None].expand_as(of_global), of_global)  # (BH, N, Dv)
+    return torch.where(is_global[:, :, None], spread, out)
+
+
+def _attention_to_global(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tokens: "_GlobalTokens",
+    is_causal: bool,
+    block_q: int,
+    attend_to: Callable[..., Partial],
+) -> Partial:
+    """Compute attention of all tokens (BH, N, .) to the global tokens: out (BH, N, Dv) and lse (BH, N).
+
+    In the causal form only later tokens attend to a global one. Because of padding between the tokens any token may
+    come before a global one.
+    """
+    length = query.shape[1]
+    allowed = tokens.valid[:, None].expand(-1, length, -1)
+    if is_causal:
+        position = torch.arange(length, device=query.device)
+        allowed = allowed & (tokens.positions[:, None] <= position[:, None])  # (1 or BH, N, G)
+    index = tokens.positions.expand(query.shape[0], -1)  # (BH, G)
+    blocks = pad_to_blocks(query, block_q)  # (BH, T, block_q, D)
+    bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])  # (1 or BH, T, block_q, G)
+    out, lse = attend_to(blocks, take(key, index)[:, None], take(value, index)[:, None], bias)
+    return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
+
+
+def _attention_of_global(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    tokens: "_GlobalTokens",
+    is_causal: bool,
+    attend_to: Callable[..., Partial],
+) -> Tensor:
+    """Compute attention of the global tokens to all tokens (BH, N, .): (BH, G, Dv)."""
+    length = query.shape[1]
+    allowed = torch.ones(1, length, dtype=torch.bool, device=query.device) if mask is None else mask
+    allowed = allowed[:, None].expand(-1, tokens.positions.shape[1], -1)
+    if is_causal:
+        position = torch.arange(length, device=query.device)
+        allowed = allowed & (position <= tokens.positions[:, :, None])  # (1 or BH, G, N)
+    rows = take(query, tokens.positions.expand(query.shape[0], -1))[:, None]  # (BH, 1, G, D)
+    return attend_to(rows, key[:, None], value[:, None], mask_bias(allowed, query.dtype)[:, None]).out[:, 0]
+
+
+class _GlobalTokens(NamedTuple):
+    """The first G valid tokens, and what is left for the window.
+
+    Attributes:
+        positions: int64 (1 or BH, G), the positions of the global tokens.
+        valid: bool (1 or BH, G), False if there are fewer valid tokens.
+        local_mask: bool (1 or BH, N), the other valid tokens, or None without padding.
+        skipped: the number of first tokens that no query attends to in its window.
+    """
+
+    positions: Tensor
+    valid: Tensor
+    local_mask: Tensor | None
+    skipped: int
+
+
+def _first_valid(mask: Tensor | None, count: int, length: int, device: torch.device) -> _GlobalTokens:
+    """Find the first `count` valid tokens of a mask (1 or BH, N)."""
+    position = torch.arange(length, device=device)  # (N,)
+    if mask is None:
+        index = position[None, :count]
+        return _GlobalTokens(index, torch.ones_like(index, dtype=torch.bool), None, count)
+    index = torch.where(mask, length - position, -position).topk(count, dim=1).indices
+    return _GlobalTokens(index, mask.gather(1, index), mask & (mask.cumsum(1) > count), 0)
+
+
+def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: WindowCall, dtype: torch.dtype) -> Tensor:
+    """Compute the bias of the scores of the last Nq positions for all keys (B, Nk): (B, H or 1, Nq, Nk).
+
+    It is -inf for a pair that is not in the window and has no global token. All other pairs have the bias by distance.
+    """
+    kv_len = key_mask.shape[1]
+    position = torch.arange(kv_len, device=key_mask.device)
+    distance = position - position[kv_len - q_len :, None]  # (Nq, Nk)
+    is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)  # (B, Nk)
+    pairs = (distance.abs() <= call.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
+    pairs = pairs & key_mask[:, None]  # (B, Nq, Nk)
+    bias = mask_bias(pairs & (distance <= 0) if call.is_causal else pairs, dtype)[:, None]
+    return bias if table is None else bias + bias_of(table.to(bias.dtype), distance)
