@@ -18,7 +18,7 @@ settings.register_profile("attack", max_examples=400, derandomize=False)
 settings.load_profile("default")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# Not the user's cache folder: what was measured on this machine must not decide what a test computes.
+# A cache folder for this run. The user's folder may have crossovers of this machine, which change what a test computes.
 os.environ["HEA_CACHE"] = os.path.join(tempfile.gettempdir(), f"hf-efficient-attn-tests-{os.getpid()}")
 
 

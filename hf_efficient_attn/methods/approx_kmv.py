@@ -61,7 +61,7 @@ class ApproxKMVConfig(MethodConfig):
     causal = False
     rectangular = True
     budget = (("num_samples", 1),)
-    exact_budget = ("num_samples",)  # an allowed error instead is possible at every length
+    exact_budget = ("num_samples",)  # with an allowed error instead, no length is exact
     summary = "products with a Gaussian kernel: near keys by hashing, as many draws of the rest as eps needs"
     paper_url = "https://arxiv.org/abs/2507.23539"
     near = "keys found by hashing"
@@ -92,7 +92,7 @@ def _gaussian(head: _Head) -> tuple[Tensor, Tensor, Tensor]:
     """Scale queries and keys to units of the bandwidth, and find the log of the factor of each row of A: (Nq,)."""
     query, key = (x.detach().to(accumulation_dtype(x.dtype)) for x in head[:2])
     queries, keys, bandwidth, log_factor = products.attention_to_gaussian(query, key, scale=head.scale)
-    return queries / bandwidth, keys / bandwidth, log_factor  # (Nq, D), (Nk, D), (Nq,)
+    return queries / bandwidth, keys / bandwidth, log_factor  # (Nq, D + 1), (Nk, D + 1), (Nq,)
 
 
 @in_float64
@@ -129,13 +129,13 @@ def _least_lse(config: ApproxKMVConfig, head: _Head) -> Tensor:
 def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     """Compute the output (Nq, Dv) of one head."""
     query, key, value, scale, dropout_p, _ = head
-    least = _least_lse(config, head)
+    least = _least_lse(config, head)  # (Nq,)
     outs = []
     indices = []
     is_open = torch.ones_like(least, dtype=torch.bool)
     for part in _parts(config, head):
-        out, lse = kde.attend_part(query, key, value, part, scale=scale, dropout_p=dropout_p)
-        is_accurate = lse.detach() >= least[part.queries]
+        out, lse = kde.attend_part(query, key, value, part, scale=scale, dropout_p=dropout_p)  # (R, Dv), (R,)
+        is_accurate = lse.detach() >= least[part.queries]  # (R,)
         outs.append(out[is_accurate])
         indices.append(part.queries[is_accurate])
         is_open[indices[-1]] = False
@@ -144,7 +144,7 @@ def _forward_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
         rows = query[rest][None]  # (1, R, D)
         outs.append(exact_attention(rows, key[None], value[None], is_causal=False, scale=scale, dropout_p=dropout_p)[0])
         indices.append(rest)
-    return torch.cat(outs)[torch.cat(indices).argsort()]
+    return torch.cat(outs)[torch.cat(indices).argsort()]  # (Nq, Dv)
 
 
 def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
@@ -153,12 +153,12 @@ def _naive_head(config: ApproxKMVConfig, head: _Head) -> Tensor:
     least = _least_lse(config, head)
     weights = torch.ones(len(query), len(key), dtype=torch.float64, device=query.device)
     scores = (query.double() @ key.double().t() * head.scale).detach()  # (Nq, D) @ (D, Nk) -> (Nq, Nk)
-    for queries, keys, bias in _parts(config, head):
+    for queries, keys, bias in _parts(config, head):  # (R,), (R, M), (R, M)
         own = torch.zeros(len(queries), len(key), dtype=torch.float64, device=query.device)
         own.scatter_add_(1, keys, bias.exp())  # (R, Nk)
         own[(scores[queries] + own.log()).logsumexp(1) < least[queries]] = 1.0
         weights[queries] = own
-    return dense_softmax(query.double() @ key.double().t() * head.scale + weights.log(), value)
+    return dense_softmax(query.double() @ key.double().t() * head.scale + weights.log(), value)  # (Nq, Dv)
 
 
 def _each_head(
@@ -168,11 +168,11 @@ def _each_head(
     seed = seed_value(options.seed)
     first = head_slice(options.seed, num_heads).first
 
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         seeds = (seed + _SEED_STEP * (first + h % num_heads) for h in range(len(query)))
         heads = zip(query, key, value, seeds, strict=True)
         given = options.scale, options.dropout_p
-        return torch.stack([form(config, _Head(q, k, v, *given, own)) for q, k, v, own in heads])
+        return torch.stack([form(config, _Head(q, k, v, *given, own)) for q, k, v, own in heads])  # (BH, Nq, Dv)
 
     return of_one_length
 
@@ -180,7 +180,7 @@ def _each_head(
 def forward(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     form = _each_head(_forward_head, config, query.shape[1], options)
-    return without_padding(form, query, key, value, options, config.num_samples)
+    return without_padding(form, query, key, value, options, config.num_samples)  # (B, H, Nq, Dv)
 
 
 def naive(config: ApproxKMVConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

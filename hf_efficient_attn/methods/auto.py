@@ -1,7 +1,7 @@
 """auto (this package): exact attention where approximation does not pay or is not accurate enough, else nearfar.
 
-- Up to a length, attention is exact. It follows from the crossover of nearfar on this machine (`hf-efficient-attn
-  crossover`), and is greater: more landmarks and small heads cost more, and so does an attempt that fails.
+- Up to a length, attention is exact. The length follows from the crossover of nearfar on this machine
+  (`hf-efficient-attn crossover`). It is greater, because more landmarks, small heads and failed attempts cost time.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
   by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact (`ops.nearfar.attempts`).
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
@@ -139,7 +139,7 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
         form = get_method(config.switches_to).forward
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-        return form(_approximation(config, columns), query, key, value, options)[:, 0]
+        return form(_approximation(config, columns), query, key, value, options)[:, 0]  # (BH, Nq, Dv)
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
@@ -162,15 +162,15 @@ def forward(
         return get_method(config.switches_to).forward(_with_budget(config.columns), query, key, value, options)
     forms = _forms(config, length, options, query.device)
 
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         if key.shape[1] <= length:
             return forms.exact(query, key, value)
         if is_static:
             return forms.approximate(query, key, value, config.columns)
         heads = Heads(query, key, value)
-        return attend_within_bound(heads, forms, num_heads, options.scale)[0]
+        return attend_within_bound(heads, forms, num_heads, options.scale)[0]  # (BH, Nq, Dv)
 
-    return without_padding(of_one_length, query, key, value, options)
+    return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -184,17 +184,17 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         count = key.shape[2] if key.shape[2] <= length else config.columns  # as many columns as keys are exact
         return dense(_with_budget(count), query, key, value, options)
 
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         heads = Heads(query, key, value)
         counts = [config.columns if key.shape[1] > length else 0] * len(query)
         if key.shape[1] > length and not is_static:
             counts = attend_within_bound(heads, forms, num_heads, options.scale)[1].tolist()
         outs = []
-        for count, q, k, v in zip(counts, *(x[:, None, None] for x in heads), strict=True):
+        for count, q, k, v in zip(counts, *(x[:, None, None] for x in heads), strict=True):  # (1, 1, N, .)
             outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, options._replace(key_mask=None)))
-        return torch.cat(outs, 1)[0]
+        return torch.cat(outs, 1)[0]  # (BH, Nq, Dv)
 
-    return without_padding(of_one_length, query, key, value, options)
+    return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 
 
 register_method(AutoAttentionConfig, forward=forward, naive=naive, decode=decode_exactly)

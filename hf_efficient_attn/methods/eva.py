@@ -109,14 +109,14 @@ def chunk_noise(
     first, total = head_slice(draws.seed, num_heads)
     # The numbers are kept for later calls. A power of two of them serves sequences of many lengths.
     drawn = draws.normal((1 << (count - 1).bit_length(), total, head_dim), _STREAM + stream)
-    return drawn[:count, first : first + num_heads].transpose(0, 1).to(dtype)
+    return drawn[:count, first : first + num_heads].transpose(0, 1).to(dtype)  # (H, count, D)
 
 
 def initial_parameters(config: EvaConfig, *, num_heads: int, head_dim: int, **_: int) -> dict[str, Tensor]:
     """Make W_q and W_k (H, D, D) of a learned proposal. They are the identity, so conversion starts from q~ + k~."""
     if config.proposal != "learned":
         return {}
-    return {name: torch.eye(head_dim, dtype=torch.float32).repeat(num_heads, 1, 1) for name in _MAPS}
+    return {name: torch.eye(head_dim, dtype=torch.float32).repeat(num_heads, 1, 1) for name in _MAPS}  # (H, D, D)
 
 
 def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> ChunkOptions:
@@ -124,7 +124,7 @@ def _options(config: EvaConfig, query: Tensor, options: AttentionOptions) -> Chu
     check_parameters(config, query, options)
     _, num_heads, _, head_dim = query.shape
     dtype = accumulation_dtype(query.dtype)
-    query_map, key_map = (None if x is None else x.to(dtype) for x in map(options.parameters.get, _MAPS))
+    query_map, key_map = (None if x is None else x.to(dtype) for x in map(options.parameters.get, _MAPS))  # (H, D, D)
     draws = None if config.proposal == "mean" else Draws(options.seed, query.device)
     draw = functools.partial(chunk_noise, num_heads, head_dim, dtype, draws)
     sizes = config.window_size, config.num_landmarks
@@ -141,9 +141,9 @@ def forward(
     chosen = _options(config, query, options)
     if options.is_causal:
         form = functools.partial(chunked_causal_attention, options=chosen)
-        return by_heads(form, query, key, value, options, moves_valid_first=True)
+        return by_heads(form, query, key, value, options, moves_valid_first=True)  # (B, H, N, Dv)
     form = functools.partial(chunked_attention, options=chosen)
-    return without_padding(form, query, key, value, options, 0, *query_mask)
+    return without_padding(form, query, key, value, options, 0, *query_mask)  # (B, H, Nq, Dv)
 
 
 def naive(
@@ -152,7 +152,7 @@ def naive(
     """Readable form: sequences without their padding, chunk by chunk, with dense scores."""
     cut = interval_chunks if options.is_causal else window_chunks
     form = functools.partial(summary_attention_naive, options=_options(config, query, options), cut=cut)
-    return without_padding(form, query, key, value, options, 0, *query_mask)
+    return without_padding(form, query, key, value, options, 0, *query_mask)  # (B, H, Nq, Dv)
 
 
 register_method(EvaConfig, forward=forward, naive=naive, decode=decode_exactly, initial_parameters=initial_parameters)

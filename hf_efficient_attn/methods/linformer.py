@@ -82,19 +82,19 @@ def forward(
     keys, values = (
         table.scale(x).to(dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)[:, None]
         for table, x in zip(both, parts, strict=True)
-    )
+    )  # (BH, 1, P, .) each
     bias = mask_bias(projected_key_mask(both, query.shape[0]), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys, values, bias[:, None, None]
-    out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]
-    return unflatten_heads(out.to(value.dtype), query.shape)
+    out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]  # (BH, Nq, Dv)
+    return unflatten_heads(out.to(value.dtype), query.shape)  # (B, H, Nq, Dv)
 
 
 def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: one batch row at a time without its padding."""
     contracted = naive_contraction(tables(config, key.shape[2], options), key, value, options.key_mask)
     rows = zip(query.double(), contracted, strict=True)
-    outs = [(options.scale * q @ keys.mT).softmax(-1) @ values for q, (keys, values) in rows]  # (H, Nq, P) @ (H, P, Dv)
-    return torch.stack(outs).to(value.dtype)
+    outs = [(options.scale * q @ keys.mT).softmax(-1) @ values for q, (keys, values) in rows]  # (H, Nq, p) @ (H, p, Dv)
+    return torch.stack(outs).to(value.dtype)  # (B, H, Nq, Dv)
 
 
 register_method(

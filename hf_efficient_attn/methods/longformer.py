@@ -75,7 +75,7 @@ def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor,
     call = _call(config, options, options.is_causal)
     if key.shape[2] <= config.exact_length and table is None and not exporting_to_onnx():
         return exactly(query, key, value, options)
-    return window_attention(query, key, value, options.key_mask, table, call)
+    return window_attention(query, key, value, options.key_mask, table, call)  # (B, H, N, Dv)
 
 
 def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -83,7 +83,7 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if options.key_mask is None else options.key_mask
     call = _call(config, options, options.is_causal)
     weights = window_bias(query.shape[2], mask, options.distance_bias, call, torch.float64)  # (B, H or 1, Nq, Nk)
-    return dense_softmax(query.double() @ key.double().mT * options.scale + weights, value)
+    return dense_softmax(query.double() @ key.double().mT * options.scale + weights, value)  # (B, H, Nq, Dv)
 
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -95,10 +95,10 @@ def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     key = key[:, :, -num_keys:]
     value = value[:, :, -num_keys:]
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask[:, -num_keys:]
-    bias = window_bias(q_len, mask, options.distance_bias, call, query.dtype)
+    bias = window_bias(q_len, mask, options.distance_bias, call, query.dtype)  # (B, 1 or H, Nq, Nk)
     bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
     # Batch rows take the place of heads in `attend`, and heads take the place of blocks.
-    return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out
+    return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out  # (B, H, Nq, Dv)
 
 
 def forward_shard(
@@ -110,7 +110,7 @@ def forward_shard(
     (key, value), before, after = with_neighbors((key, value), config.window_size, right, shards)
     query = pad(query, (0, 0, before, after))  # queries of the neighbors, whose outputs are dropped
     mask = shards.key_mask
-    mask = None if mask is None else mask[:, shards.first - before : shards.own.stop + after]
+    mask = None if mask is None else mask[:, shards.first - before : shards.own.stop + after]  # (B, before + n + after)
     # (B, H, before + n + after, Dv)
     out = forward(config, query, *repeat_kv(query, key, value), options._replace(key_mask=mask))
     return out[:, :, before : before + length]  # (B, H, n, Dv)

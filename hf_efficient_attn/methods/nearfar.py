@@ -133,10 +133,10 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
     if not options.is_causal:
         form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
         form = functools.partial(form, options=_nearfar_options(config, options, draws))
-        return without_padding(form, query, key, value, options, config.exact_length)
+        return without_padding(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
     chosen = _causal_options(config, options, draws)
     form = functools.partial(causal_nearfar_attention, options=chosen)
-    return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)
+    return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)  # (B, H, N, Dv)
 
 
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -148,15 +148,15 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
         form = functools.partial(causal_nearfar_naive, options=_causal_options(config, options, draws))
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
-    def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
+    def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:  # (BH, N, .)
         if key.shape[1] > config.exact_length:
             if bias:
                 return biased_nearfar_naive(query, key, value, bias[0], chosen)
             return nearfar_naive(query, key, value, chosen)
         scores = scale * query.double() @ key.double().mT  # (BH, Nq, Nk)
-        return (scores + bias[0].of_pairs() if bias else scores).softmax(2) @ value.double()
+        return (scores + bias[0].of_pairs() if bias else scores).softmax(2) @ value.double()  # (BH, Nq, Dv)
 
-    return without_padding(of_one_length, query, key, value, options)
+    return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 
 
 register_method(NearFarConfig, forward=forward, naive=naive, decode=decode_exactly)

@@ -101,7 +101,7 @@ def initial_parameters(config: NystromformerConfig, *, num_heads: int, **_: int)
     """Make `conv_weight` (H, kernel) of zeros if there is a convolution, so that conversion keeps the output."""
     if not config.conv_kernel_size:
         return {}
-    return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size, dtype=torch.float32)}
+    return {"conv_weight": torch.zeros(num_heads, config.conv_kernel_size, dtype=torch.float32)}  # (H, kernel)
 
 
 def _prepare(
@@ -130,7 +130,7 @@ def forward(
     shards: Shards | None = None,
 ) -> Tensor:
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the landmarks."""
-    kernel, chosen = _prepare(config, query, key, options)
+    kernel, chosen = _prepare(config, query, key, options)  # (H, kernel)
     if exporting_to_onnx() and (kernel is not None or config.pinv == "solve"):
         raise UnsupportedAttentionError(
             "nystromformer cannot be exported to ONNX with pinv='solve' or a convolution: set pinv='iterative' and "
@@ -142,7 +142,7 @@ def forward(
     else:
         out = landmark_attention(query, key, value, options.key_mask, chosen, shards)  # (BH, Nq, Dv)
         out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
-    return add_convolution(out, value, kernel, options.key_mask)
+    return add_convolution(out, value, kernel, options.key_mask)  # (B, H, Nq, Dv)
 
 
 def naive(config: NystromformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

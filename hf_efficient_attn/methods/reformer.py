@@ -78,14 +78,14 @@ def _plan(
     sizes = {"block_size": config.block_size, "rounds": config.num_hashes}
     draws = Draws(options.seed, query.device)
     if not config.shared_query_key:
-        return key, plan_rounds(query, key, key_mask, **sizes, draws=draws)
+        return key, plan_rounds(query, key, key_mask, **sizes, draws=draws)  # (BH, Nk, D)
     if query.shape[1] != key.shape[1]:
         raise UnsupportedAttentionError(
             f"{config.method}: shared_query_key uses the queries as keys, so there must be as many queries as values; "
             f"got {query.shape[1]} and {key.shape[1]}. Set shared_query_key=False"
         )
     plan = plan_rounds(query, query, key_mask, **sizes, draws=draws)
-    key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)
+    key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)  # (BH, N, D)
     return normalize(key.to(accumulation_dtype(key.dtype)), dim=-1).to(key.dtype), plan  # (BH, N, D)
 
 
@@ -95,26 +95,26 @@ def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     scale = options.scale
     dropout_p = options.dropout_p
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:  # (BH, N, .)
         key, plan = _plan(config, query, key, key_mask, options)
         return rounds_attention(query, key, value, plan, others=shared, scale=scale, dropout_p=dropout_p)
 
-    return by_heads(form, query, key, value, options, config.exact_length)
+    return by_heads(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
 
 
 def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form, with the dense matrix of the pairs that are in any round."""
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:  # (BH, N, .)
         key, plan = _plan(config, query, key, key_mask, options)
         pairs = dense_pairs(plan)  # (BH, Nq, Nk)
         if config.shared_query_key:
-            others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)
-            pairs = torch.where(others.any(-1, keepdim=True), others, pairs)
+            others = pairs & ~torch.eye(key.shape[1], dtype=torch.bool, device=query.device)  # (BH, N, N)
+            pairs = torch.where(others.any(-1, keepdim=True), others, pairs)  # (BH, N, N)
         scores = (query.double() @ key.double().mT * options.scale).masked_fill(~pairs, -torch.inf)  # (BH, Nq, Nk)
-        return dense_softmax(scores, value)
+        return dense_softmax(scores, value)  # (BH, Nq, Dv)
 
-    return by_heads(form, query, key, value, options)
+    return by_heads(form, query, key, value, options)  # (B, H, Nq, Dv)
 
 
 register_method(ReformerConfig, forward=forward, naive=naive)

@@ -97,7 +97,7 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
     features = favor(config.num_features, scale, query.shape[3], Draws(options.seed, query.device))
     if options.distance_bias is not None:
 
-        def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
+        def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:  # (BH, N, .)
             size = config.block_size
             return biased_block_attention(query, key, value, bias, features, size, scale=scale, dropout_p=dropout_p)
 
@@ -107,10 +107,10 @@ def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tenso
         plan, size = _plan(config, query, key, key_mask, options)
         out = block_attention(
             query, key, value, plan, features, size, is_causal=is_causal, scale=scale, dropout_p=dropout_p
-        )
+        )  # (BH, N, Dv)
         return out if key_mask is None else out.masked_fill(~key_mask[:, :, None], 0.0)
 
-    return by_heads(form, query, key, value, options, config.exact_length)
+    return by_heads(form, query, key, value, options, config.exact_length)  # (B, H, N, Dv)
 
 
 def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -118,32 +118,33 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
     features = favor(config.num_features, options.scale, query.shape[3], Draws(options.seed, query.device))
 
     def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:
-        block = torch.arange(key.shape[1], device=key.device) // config.block_size
+        block = torch.arange(key.shape[1], device=key.device) // config.block_size  # (N,)
         query = query.double()
         key = key.double()
         bias = bias._replace(table=bias.table.double())
-        exact = query @ key.mT * options.scale + bias.of_pairs()
-        far = log_weights_naive(query, key, features)
-        far = far + block_bias(bias, config.block_size)[:, block][:, :, block]
-        return dense_softmax(torch.where(block == block[:, None], exact, far), value)
+        exact = query @ key.mT * options.scale + bias.of_pairs()  # (BH, N, N)
+        far = log_weights_naive(query, key, features)  # (BH, N, N)
+        far = far + block_bias(bias, config.block_size)[:, block][:, :, block]  # (BH, N, N)
+        return dense_softmax(torch.where(block == block[:, None], exact, far), value)  # (BH, N, Dv)
 
     if options.distance_bias is not None:
         return without_padding(biased, query, key, value, options)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         plan, size = _plan(config, query, key, key_mask, options)
-        index = torch.arange(key.shape[1], device=key.device)[None]
+        index = torch.arange(key.shape[1], device=key.device)[None]  # (1, N)
         orders = (plan.query_order, plan.key_order)
+        # (1 or BH, N) each
         of_query, of_key = ((index if order is None else inverse(order)) // size for order in orders)
-        of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)
+        of_query = of_query if plan.key_block is None else plan.key_block.gather(1, of_query)  # (BH, N)
         blocks_before = of_query[:, :, None] - of_key[:, None]  # (BH, N, N)
         near = blocks_before <= 1 if options.is_causal else blocks_before == 0  # (BH, N, N)
         query = query.double()
         key = key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
-        return dense_softmax(scores, value, key_mask, options.is_causal)
+        return dense_softmax(scores, value, key_mask, options.is_causal)  # (BH, N, Dv)
 
-    return by_heads(form, query, key, value, options)
+    return by_heads(form, query, key, value, options)  # (B, H, N, Dv)
 
 
 register_method(ScatterbrainConfig, forward=forward, naive=naive)

@@ -72,13 +72,13 @@ def forward(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor,
     batch = len(query)
     draws = Draws(options.seed, query.device)
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        token, log_weight = thin(key, value, key_mask, count, scale=scale, draws=draws, batch=batch)
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:  # (BH, N, .)
+        token, log_weight = thin(key, value, key_mask, count, scale=scale, draws=draws, batch=batch)  # (BH, M) each
         keys, values = (take(x, token)[:, None] for x in (key, value))  # (BH, 1, M, .)
-        bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]
+        bias = log_weight.to(accumulation_dtype(query.dtype))[:, None, None]  # (BH, 1, 1, M)
         return attend(query[:, None], keys, values, bias, scale=scale, dropout_p=options.dropout_p).out[:, 0]
 
-    return by_heads(form, query, key, value, options, count)
+    return by_heads(form, query, key, value, options, count)  # (B, H, Nq, Dv)
 
 
 def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -86,16 +86,18 @@ def naive(config: ThinformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     batch, num_heads, _, _ = query.shape
     count = config.num_samples
     scale = options.scale
-    out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)
+    out = value.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float64)  # (B, H, Nq, Dv)
     for b in range(batch):
         valid = key.new_ones(key.shape[2], dtype=torch.bool) if options.key_mask is None else options.key_mask[b]
         if not valid.any():
             continue
+        # (H, num_pairs) for each round
         draws = draw_numbers(Draws(options.seed, query.device), int(valid.sum()), count, num_heads)
         for h in range(num_heads):
-            keys = key[b, h, valid].double()
-            values = value[b, h, valid].double()
-            counts = thin_naive(keys, values, count, [draw[h] for draw in draws], scale=scale)
+            keys = key[b, h, valid].double()  # (n, D)
+            values = value[b, h, valid].double()  # (n, Dv)
+            counts = thin_naive(keys, values, count, [draw[h] for draw in draws], scale=scale)  # (n,)
+            # (Nq, n) @ (n, Dv) -> (Nq, Dv)
             out[b, h] = (scale * query[b, h].double() @ keys.mT + counts.log()).softmax(-1) @ values
     return out.to(value.dtype)
 

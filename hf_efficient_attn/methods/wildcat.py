@@ -81,7 +81,7 @@ def _choose(
     factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
     draws = Draws(options.seed, key.device)
-    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, draws=draws, batch=batch)
+    pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, draws=draws, batch=batch)  # (BH, m)
     return take(candidates, pivot), factor  # (BH, m, D), (BH, 1, 1)
 
 
@@ -91,13 +91,13 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     scale = options.scale
     dropout_p = options.dropout_p
 
-    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
         key = key - key.mean(1, keepdim=True)
         keys, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
-        return attend_to_coreset(query, key, value, keys, factor, scale=scale, dropout_p=dropout_p)
+        return attend_to_coreset(query, key, value, keys, factor, scale=scale, dropout_p=dropout_p)  # (BH, Nq, Dv)
 
-    return without_padding(form, query, key, value, options, config.num_samples)
+    return without_padding(form, query, key, value, options, config.num_samples)  # (B, H, Nq, Dv)
 
 
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -106,7 +106,7 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
     count = config.num_samples
     scale = options.scale
 
-    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         query = query.double()
         key = key.double()
         value = value.double()
@@ -114,9 +114,9 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
             return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
         key = key - key.mean(1, keepdim=True)
         coreset, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
-        return coreset_naive(query, key, value, coreset, factor, scale=scale)
+        return coreset_naive(query, key, value, coreset, factor, scale=scale)  # (BH, Nq, Dv)
 
-    return without_padding(form, query, key, value, options)
+    return without_padding(form, query, key, value, options)  # (B, H, Nq, Dv)
 
 
 register_method(WildCatConfig, forward=forward, naive=naive)

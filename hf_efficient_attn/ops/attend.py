@@ -2,14 +2,14 @@
 
 A `Partial` is the result of attention over a subset of the keys: the normalized output and the log of the total weight.
 The partials of two disjoint subsets merge into the partial of their union. This is the online softmax of Milakov &
-Gimelshein (2018), which FlashAttention (Dao et al. 2022) applies to blocks. Attention in this package is built on the
-two functions `attend` and `merge`. The exception is exact attention, for which `scaled_dot_product_attention` of
-PyTorch is called directly where it can be.
+Gimelshein (2018), which FlashAttention (Dao et al. 2022) applies to blocks. Attention in this package is built on two
+functions, `attend` and `merge`. Only exact attention also calls PyTorch's `scaled_dot_product_attention`, where that
+takes the call.
 
 `hf_efficient_attn.ops.backends` lists the kernels that `attend` chooses from.
 
-A product of bfloat16 tensors has a bfloat16 result on the CPU, although it is summed in float32. So other modules sum
-over many tokens in parts, which they add in float32, and scores before an exponential stay in float32.
+On the CPU a product of bfloat16 tensors is summed in float32, but its result is rounded to bfloat16. So a sum over many
+tokens is computed in parts, which are added in float32. Scores stay in float32 up to the exponential.
 """
 
 import math
@@ -39,12 +39,12 @@ LOG2_E = 1.0 / math.log(2.0)
 def merge(*partials: Partial) -> Partial:
     """Merge the partials of disjoint subsets into the partial of their union. Subsets may be empty.
 
-    The merge is associative and exact. The output is the convex combination of the outputs by the softmax over the
-    `lse`. It is differentiable in every `out` and `lse`.
+    The merge is associative and exact. Its output is the mean of the outputs, weighted by the softmax of the `lse`. It
+    is differentiable in every `out` and `lse`.
     """
     if len(partials) == 1:
         return partials[0]
-    outs, lses = zip(*partials, strict=True)
+    outs, lses = zip(*partials, strict=True)  # (..., Nq, Dv), (..., Nq)
     row_max = lses[0].detach()
     for lse in lses[1:]:
         row_max = torch.maximum(row_max, lse.detach())
@@ -53,7 +53,7 @@ def merge(*partials: Partial) -> Partial:
     total = weights[0]
     for weight in weights[1:]:
         total = total + weight
-    empty = total == 0
+    empty = total == 0  # (..., Nq)
     total = total.masked_fill(empty, 1.0)
     out = outs[0] * (weights[0] / total).unsqueeze(-1)  # (..., Nq, Dv)
     for part, weight in zip(outs[1:], weights[1:], strict=True):
@@ -155,4 +155,4 @@ def gathered_attention(
     size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2], pairs), query.device)
     # (BH, T * block_q, Dv)
     out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
-    return out[:, : query.shape[1]] if order is None else take(out, inverse(order))
+    return out[:, : query.shape[1]] if order is None else take(out, inverse(order))  # (BH, Nq, Dv)

@@ -27,7 +27,7 @@ def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         valid: bool (B, C), which candidates exist.
     """
     count = min(key_mask.shape[1], limit)
-    num_valid = key_mask.sum(1, keepdim=True)
+    num_valid = key_mask.sum(1, keepdim=True)  # (B, 1)
     rank = integers(count, key_mask.device)
     spread = torch.where(num_valid > count, rank * num_valid // count, rank)  # all valid keys if there are not more
     return valid_first(key_mask).gather(1, spread), rank < num_valid
@@ -58,8 +58,8 @@ def nearest(points: Tensor, landmarks: Tensor, exists: Tensor | None = None) -> 
     integer = torch.int64 if points.dtype == torch.float64 else torch.int32
     count = landmarks.shape[1]
     bits = (1 << (count - 1).bit_length()) - 1
-    index = _integers(count, integer, points.device)
-    landmarks = landmarks.mT
+    index = _integers(count, integer, points.device)  # (m,)
+    landmarks = landmarks.mT  # (BH, D, m)
     offset = landmarks.square().sum(1, keepdim=True)  # (BH, 1, m)
     if exists is not None:  # not infinity, whose bits are no number with an index in them
         offset = offset.masked_fill(~exists.unsqueeze(1), torch.finfo(offset.dtype).max)
@@ -68,7 +68,7 @@ def nearest(points: Tensor, landmarks: Tensor, exists: Tensor | None = None) -> 
         # `baddbmm` takes twice as long: on the CPU it first copies the offsets to all rows.
         scores = torch.bmm(points, landmarks).sub_(offset, alpha=0.5)  # (BH, C, D) @ (BH, D, m) -> (BH, C, m)
         scores.view(integer).bitwise_and_(~bits).bitwise_or_(index)
-        return scores.amax(2)
+        return scores.amax(2)  # (BH, C)
 
     size = slice_size(points.shape[1] * count // _LARGER_SLICES, points.device)
     return sliced(some_heads, points, landmarks, offset, size=size).view(integer).bitwise_and(bits).long()
@@ -81,7 +81,7 @@ def _integers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     """Sum the members of each of `count` clusters: int64 (BH, C), (BH, C, F) -> (BH, count, F)."""
-    sums = x.new_zeros(len(x) * count, x.shape[2])
+    sums = x.new_zeros(len(x) * count, x.shape[2])  # (BH * m, F)
     return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
 
 
@@ -95,7 +95,7 @@ def cluster_means(sums: Tensor, first: Tensor) -> Tensor:
     Returns:
         (BH, m, D).
     """
-    weight = sums[..., -1:]
+    weight = sums[..., -1:]  # (BH, m, 1)
     return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=_LEAST_WEIGHT), first)
 
 
@@ -127,7 +127,7 @@ def matrix_power(square: Tensor, num_squarings: int, rescales: bool = True) -> T
     """
     for _ in range(num_squarings):
         if rescales:
-            trace = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+            trace = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]  # (BH, 1, 1)
             square = square / trace.clamp(min=torch.finfo(square.dtype).tiny)
         square = torch.bmm(square, square)
     return square
@@ -151,10 +151,10 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
     )
     system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
     with torch.no_grad():
-        lower, failed = torch.linalg.cholesky_ex(system)
+        lower, failed = torch.linalg.cholesky_ex(system)  # (BH, m, m), (BH,)
         # A product with the inverse takes less time than triangular solves for many right-hand sides.
-        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))
-    solved = torch.bmm(inverse, right)
+        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))  # (BH, m, m)
+    solved = torch.bmm(inverse, right)  # (BH, m, m) @ (BH, m, N) -> (BH, m, N)
     if not (torch.is_grad_enabled() and (kernel.requires_grad or right.requires_grad)):
         return solved
     # A step of refinement has the value of the solution, and its gradient by R and K.

@@ -29,14 +29,15 @@ class Bias(NamedTuple):
 
     def expanded(self, batch_heads: int, dtype: torch.dtype) -> "Bias":
         """Return the bias with positions (BH, N) of every head, and a table of another dtype."""
-        positions = (x.expand(batch_heads, -1) for x in (self.query_position, self.key_position))
+        positions = (x.expand(batch_heads, -1) for x in (self.query_position, self.key_position))  # (BH, N) each
         return Bias(self.table.to(dtype), *positions)
 
     def distances(self, size: int, count: int) -> Tensor:
         """Return the distances between the middles of `count` blocks of `size` queries and of keys: (1 or BH, T, T)."""
         rank = integers(count, self.table.device) * size + size // 2
+        # (1 or BH, T) each
         query, key = (x[:, rank.clamp(max=x.shape[1] - 1)] for x in (self.query_position, self.key_position))
-        distance: Tensor = key.unsqueeze(1) - query.unsqueeze(2)
+        distance: Tensor = key.unsqueeze(1) - query.unsqueeze(2)  # (1 or BH, T, T)
         return distance
 
 
@@ -51,7 +52,7 @@ def pair_means(terms: Tensor, distance: Tensor, size: int) -> Tensor:
     Returns:
         (BH, T, S).
     """
-    # Twice a mean of `size` neighbors. Its first entry is the mean of blocks at the distance size - 1 - E.
-    means = avg_pool1d(avg_pool1d(terms, size, 1), size, 1)
-    index = (distance + terms.shape[1] // 2 - size + 1).expand(len(terms), -1, -1)
+    # The mean of `size` neighbors, taken twice. Its first entry belongs to blocks at the distance size - 1 - E.
+    means = avg_pool1d(avg_pool1d(terms, size, 1), size, 1)  # (BH, 2E + 3 - 2 size)
+    index = (distance + terms.shape[1] // 2 - size + 1).expand(len(terms), -1, -1)  # (BH, T, S)
     return means.gather(1, index.flatten(1)).view_as(index)

@@ -55,7 +55,7 @@ def exact_attention(
         # One kernel. There is none for float64 on an accelerator, where the plain form holds all pairs.
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).squeeze(0)
-    bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]
+    bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (BH, 1, 1, Nk)
 
     def attend_blocks(blocks: Tensor) -> Tensor:
         return attend(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out
@@ -66,7 +66,7 @@ def exact_attention(
             return attend_blocks(blocks).flatten(1, 2)[:, :q_len]  # (BH, Nq, Dv)
         size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
         return sliced(attend_blocks, blocks, size=size, dim=1, draws=dropout_p > 0.0).flatten(1, 2)[:, :q_len]
-    query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+    query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
     return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p).squeeze(1)
 
 
@@ -129,20 +129,21 @@ def biased_exact(
     valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
     outs = []
     for start in range(0, q_len, _BLOCK_Q):
-        block = query[:, :, start : start + _BLOCK_Q]
+        block = query[:, :, start : start + _BLOCK_Q]  # (B, H, block_q, D)
         positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset  # (block_q, 1)
         end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
         distance = torch.arange(end, device=device) - positions  # (block_q, Nk)
-        bias = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)[None, None]
+        bias = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)[None, None]  # (1, 1, block_q, Nk)
         bias = bias if table is None else bias + bias_of(table, distance)
         bias = bias if valid is None else bias + valid[..., :end]  # (B or 1, H or 1, block_q, Nk)
         if bias.shape[:2] != (1, 1):
-            bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]
+            bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]  # (BH, 1, block_q, Nk)
         # The heads of a sequence take the place of the blocks of `attend`.
+        # (BH, 1, ., .) each
         rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
         out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out  # (BH, 1, block_q, Dv)
         outs.append(out[:, 0].unflatten(0, query.shape[:2]))  # (B, H, block_q, Dv)
-    return torch.cat(outs, 2)
+    return torch.cat(outs, 2)  # (B, H, Nq, Dv)
 
 
 def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -152,4 +153,4 @@ def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None,
         scores = scores.masked_fill(future, -torch.inf)
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)
+    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)  # (..., Nq, Dv)

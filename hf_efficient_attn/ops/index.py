@@ -113,7 +113,7 @@ def pad_to_blocks(x: Tensor, size: int) -> Tensor:
     missing = count_blocks(x.shape[1], size) * size - x.shape[1]
     if missing:
         x = pad(x, (0, 0, 0, missing))
-    return x.reshape(x.shape[0], -1, size, x.shape[2])
+    return x.reshape(x.shape[0], -1, size, x.shape[2])  # (BH, T, size, D)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

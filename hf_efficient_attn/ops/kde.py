@@ -67,7 +67,7 @@ def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: T
     flat_query = query_index.reshape(-1)
     flat_key = key_index.reshape(-1)
     for some in query_blocks(out.numel(), queries.shape[1]):
-        difference = queries.index_select(0, flat_query[some]).sub_(keys.index_select(0, flat_key[some]))
+        difference = queries.index_select(0, flat_query[some]).sub_(keys.index_select(0, flat_key[some]))  # (some, d)
         torch.exp(difference.square_().sum(1).mul_(-0.5), out=out[some])
     return out.view(query_index.shape)
 
@@ -85,7 +85,7 @@ def kernel_product(queries: Tensor, keys: Tensor, x: Tensor) -> Tensor:
     center = keys.mean(0) if len(keys) else 0.0
     queries = queries - center
     keys = keys - center
-    squares = keys.square().sum(1)
+    squares = keys.square().sum(1)  # (n,)
     for some in query_blocks(queries.shape[0], keys.shape[0]):
         block = torch.addmm(squares, queries[some], keys.t(), alpha=-2.0)  # (some, d) @ (d, n) -> (some, n)
         block.add_(queries[some].square().sum(1, keepdim=True)).clamp_(min=0.0)
@@ -110,7 +110,7 @@ def _codes(points: Tensor, directions: Tensor, shifts: Tensor, factors: Tensor, 
     out = torch.empty(tables, points.shape[0], dtype=torch.int64, device=points.device)
     for some in query_blocks(len(points), directions.shape[1]):
         cells = torch.addmm(shifts, points[some].to(directions.dtype), directions, alpha=1.0 / family.width)
-        cells = cells.floor_().to(torch.int64).mul_(factors).view(-1, tables, family.depth)
+        cells = cells.floor_().to(torch.int64).mul_(factors).view(-1, tables, family.depth)  # (some, T, depth)
         out[:, some] = cells.sum(2).t()
     return out
 
@@ -123,12 +123,12 @@ def hash_tables(queries: Tensor, keys: Tensor, family: Hash, seed: Seed, stream:
     draws = Draws(seed, keys.device)
     count = family.tables * family.depth
     stream = stream + 3 * first
-    directions = draws.normal((keys.shape[1], count), stream)
+    directions = draws.normal((keys.shape[1], count), stream)  # (d, T * depth)
     shifts = draws.uniform((count,), _DRAWS * 7 + stream)
     factors = (draws.uniform((2, count), _DRAWS * 8 + stream) * 2.0**32).to(torch.int64)
-    factors = (factors[0] << 32) + factors[1] * 2 + 1
+    factors = (factors[0] << 32) + factors[1] * 2 + 1  # (T * depth,)
     center = keys.double().mean(0)  # far from the origin, cells would lose their fractions to rounding
-    codes, order = _codes(keys.double() - center, directions, shifts, factors, family).sort(1)
+    codes, order = _codes(keys.double() - center, directions, shifts, factors, family).sort(1)  # (T, n) each
     return Tables(codes, order, _codes(queries.double() - center, directions, shifts, factors, family))
 
 
@@ -153,7 +153,7 @@ def shared_buckets(tables: Tables, at_a_time: int = _PAIRS) -> Iterator[tuple[sl
     while start < total.numel():
         before = total[start - 1] if start else total.new_zeros(())
         end = max(start + 1, int(torch.searchsorted(total, before + at_a_time, right=True)))
-        sizes = size[:, start:end].reshape(-1)
+        sizes = size[:, start:end].reshape(-1)  # (T * block,)
         first = low[:, start:end].reshape(-1)
         bucket = torch.repeat_interleave(torch.arange(sizes.numel(), device=device), sizes)
         inside = torch.arange(bucket.numel(), device=device) - (sizes.cumsum(0) - sizes)[bucket]
@@ -250,7 +250,7 @@ def gaussian_kde(
         draw = draws.uniform((family.tables, num_queries), _DRAWS * 9 + stream + 3 * first)
         sorted_index = low + (draw * size).to(torch.int64).clamp(max=size - 1).clamp(min=0)
         key_index = hashed.order.gather(1, sorted_index.clamp(max=num_keys - 1))  # (T, Nq)
-        values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()
+        values = pair_kernel(queries, points, query_index.expand_as(key_index), key_index).double()  # (T, Nq)
         distance = (-2.0 * values.clamp(min=1e-300).log()).sqrt()
         chance = (collision_chance(distance / family.width) ** family.depth).clamp(min=1e-300)
         estimates = torch.where((size > 0) & (values > 0), values * size / (num_keys * chance), 0.0)  # (T, Nq)
@@ -281,8 +281,8 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale:
     def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
         # (1, R, 1, D), (1, R, M, D), (1, R, M, Dv), (1, R, 1, M)
         own = query[None, :, None], key[keys][None], value[keys][None], bias[None, :, None]
-        out, lse = (x[0, :, 0] for x in attend(*own, scale=scale, dropout_p=dropout_p))
-        return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)
+        out, lse = (x[0, :, 0] for x in attend(*own, scale=scale, dropout_p=dropout_p))  # (R, Dv), (R,)
+        return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)  # (R, Dv + 1)
 
     # `sliced` computes this again in the backward pass, because autograd would keep a copy of the keys of every query.
     rows = query[part.queries], part.keys, part.bias.to(accumulation_dtype(query.dtype))
@@ -295,8 +295,8 @@ def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tens
 
     Args:
         budget: the number of keys for each query.
-        queries: (Nq, D), in units of the bandwidth.
-        keys: (Nk, D), in units of the bandwidth.
+        queries: (Nq, d), in units of the bandwidth.
+        keys: (n, d), in units of the bandwidth.
         seed: seed of the hash and of the draws.
     """
     num_queries = len(queries)
@@ -350,9 +350,9 @@ def part_of(
     near[row, rank] = own % num_light
     bias[row, rank] = 0.0
     draws = draws if isinstance(draws, Tensor) else draws - (bias == 0).sum(1)
-    drawn, used = draw_columns(draws, queries, own, num_light, seed, _PART_DRAWS)
+    drawn, used = draw_columns(draws, queries, own, num_light, seed, _PART_DRAWS)  # (R, M) each
     log_weight = (num_light / draws.double()).log()[:, None].expand(drawn.shape).masked_fill(~used, -torch.inf)
-    keys = torch.cat((heavy.expand(len(queries), -1), light[near], light[drawn]), 1)
+    keys = torch.cat((heavy.expand(len(queries), -1), light[near], light[drawn]), 1)  # (R, n + m + M)
     return Part(queries, keys, torch.cat((bias.new_zeros(len(queries), len(heavy)), bias, log_weight), 1))
 
 
@@ -362,7 +362,7 @@ def draw_columns(
     """Draw `draws` (R,) keys for each query (R,): int64 (R, M), and bool (R, M), False for unused and found keys."""
     most = int(draws.max())
     # The first query's number gives each call a stream of its own.
-    numbers = Draws(seed, queries.device).uniform((len(queries), most), stream + 1000 * int(queries.min()))
+    numbers = Draws(seed, queries.device).uniform((len(queries), most), stream + 1000 * int(queries.min()))  # (R, M)
     key_index = (numbers * num_light).to(torch.int64).clamp(max=num_light - 1)
     used = torch.arange(most, device=queries.device) < draws[:, None]  # (R, M)
     if len(found):

@@ -80,7 +80,7 @@ def segment_sums(x: Tensor, segments: Segments) -> Tensor:
         return members @ x.to(members.dtype)  # (B, 1, L, N) @ (B, H, N, D) -> (B, H, L, D)
     lengths = segments.lengths[:, None].expand(*x.shape[:2], -1).contiguous()  # (B, H, L)
     x = x.to(accumulation_dtype(x.dtype))
-    sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)
+    sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)  # (B, H, L, D)
     return sums
 
 
@@ -132,11 +132,11 @@ def landmark_attention(
     tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))  # (BH, 1, Nk, .)
     bias = None
     if key_mask is not None:
-        bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]
+        bias = mask_bias(key_mask, acc_dtype).repeat_interleave(num_heads, 0)[:, None, None]  # (BH, 1, 1, Nk)
     part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), landmarks, options.scale)  # A
+    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), landmarks, options.scale)  # A: (BH, L, L)
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
@@ -196,7 +196,7 @@ def _find_landmarks(
         _all_heads(x / n.clamp(min=1)[:, None, :, None], num_heads) for x, n in zip(sums, sizes, strict=False)
     ]  # (BH, L, .)
     no_queries, no_keys = ((n == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for n in sizes[:2])
-    few = few.repeat_interleave(num_heads)
+    few = few.repeat_interleave(num_heads)  # (BH,)
     return _Landmarks(means[0], means[1], means[2] if any_few else None, few, no_queries, no_keys)
 
 
@@ -205,7 +205,7 @@ def _middle_factor(query: Tensor, key: Tensor, landmarks: _Landmarks, scale: flo
     no_keys = landmarks.no_keys
     # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
     excluded = no_keys & ~no_keys.all(1, keepdim=True)
-    scores = (query @ key.mT * scale).masked_fill(excluded.unsqueeze(1), -torch.inf)
+    scores = (query @ key.mT * scale).masked_fill(excluded.unsqueeze(1), -torch.inf)  # (BH, L, L)
     return scores.softmax(-1).masked_fill(no_keys.unsqueeze(1) | landmarks.no_queries.unsqueeze(2), 0.0)
 
 
@@ -233,16 +233,16 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     z = matrix.mT / _norm_bound(matrix)  # (BH, M, L)
     for _ in range(iterations):
         product = torch.bmm(matrix, z)  # (BH, L, M) @ (BH, M, L) -> (BH, L, L)
-        inner = torch.baddbmm(product, product, product, beta=7.0, alpha=-1.0)
+        inner = torch.baddbmm(product, product, product, beta=7.0, alpha=-1.0)  # (BH, L, L)
         inner = torch.baddbmm(product, product, inner, beta=15.0, alpha=-1.0)
-        z = torch.baddbmm(z, z, inner, beta=3.25, alpha=-0.25)
+        z = torch.baddbmm(z, z, inner, beta=3.25, alpha=-0.25)  # (BH, M, L)
     return z
 
 
 def _norm_bound(matrix: Tensor) -> Tensor:
     """Compute |A|_1 |A|_inf >= |A|_2^2, the largest column sum times the largest row sum: (..., 1, 1); 1 for A = 0."""
     size = matrix.abs()
-    bound = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)
+    bound = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)  # (...)
     return bound.masked_fill(bound == 0, 1.0)[..., None, None]
 
 
@@ -274,12 +274,12 @@ def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask:
     """
     if kernel is not None:
         tokens = value.to(kernel.dtype)
-        weight = kernel[:, None, :, None]
+        weight = kernel[:, None, :, None]  # (H, 1, size, 1)
         order = None
         if key_mask is not None:
             order = valid_first(key_mask).repeat_interleave(value.shape[1], 0)  # (BH, N)
             tokens = take(tokens.flatten(0, 1), order).view(value.shape)
-        more = conv2d(tokens, weight, padding=(kernel.shape[1] // 2, 0), groups=kernel.shape[0])
+        more = conv2d(tokens, weight, padding=(kernel.shape[1] // 2, 0), groups=kernel.shape[0])  # (B, H, N, Dv)
         if order is not None and key_mask is not None:
             more = take(more.flatten(0, 1), inverse(order)).view(value.shape)
             more = more.masked_fill(~key_mask[:, None, :, None], 0.0)
@@ -304,7 +304,7 @@ def landmark_naive(
         return (scale * q @ k.mT).softmax(-1)
 
     def means(x: Tensor) -> Tensor:
-        return torch.stack([part.mean(1) for part in x.tensor_split(count, 1)], 1)
+        return torch.stack([part.mean(1) for part in x.tensor_split(count, 1)], 1)  # (H, L, .)
 
     for b in range(query.shape[0]):
         valid = key.new_ones(kv_len, dtype=torch.bool) if key_mask is None else key_mask[b]
@@ -316,10 +316,10 @@ def landmark_naive(
         else:
             mean_queries = means(queries[:, valid] if q_len == kv_len else queries)
             mean_keys = means(keys)
-            middle = softmax(mean_queries, mean_keys)
+            middle = softmax(mean_queries, mean_keys)  # (H, L, L)
             one = torch.eye(count, dtype=torch.float64, device=middle.device)
             # The largest sum of a column. The sum of a row is 1.
-            norm = middle.sum(1).amax(1).view(-1, 1, 1)
+            norm = middle.sum(1).amax(1).view(-1, 1, 1)  # (H, 1, 1)
             z = (
                 middle.mT / norm
                 if iterations
@@ -328,10 +328,10 @@ def landmark_naive(
             for _ in range(iterations):
                 product = middle @ z
                 z = z @ (13 * one - product @ (15 * one - product @ (7 * one - product))) / 4
-            out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values
+            out = softmax(queries, mean_keys) @ z @ softmax(mean_queries, keys) @ values  # (H, Nq, Dv)
         if kernel is not None and keys.shape[1]:
             size = kernel.shape[1]
-            windows = pad(values, (0, 0, size // 2, size // 2)).unfold(1, size, 1)
+            windows = pad(values, (0, 0, size // 2, size // 2)).unfold(1, size, 1)  # (H, n, Dv, size)
             out = out.index_add(1, valid.nonzero()[:, 0], (windows * kernel.double()[:, None, None]).sum(-1))
         outs.append(out)
     return torch.stack(outs).to(value.dtype)

@@ -33,10 +33,10 @@ def start_tables(projection_dim: int, max_length: int, init: str, seed: int, str
     if init == "gaussian":
         shape = (max_length, projection_dim)
         draws = Draws(seed, torch.device("cpu"))
-        numbers = [draws.normal(shape, stream).t() * projection_dim**-0.5 for stream in streams]
+        numbers = [draws.normal(shape, stream).t() * projection_dim**-0.5 for stream in streams]  # (P, M) each
         return [x.to(torch.float32).contiguous() for x in numbers]
     sizes = segment_sizes(torch.tensor(max_length), projection_dim)
-    ends = sizes.cumsum(0)[:, None]
+    ends = sizes.cumsum(0)[:, None]  # (P, 1)
     position = torch.arange(max_length)
     inside = (position < ends) & (position >= ends - sizes[:, None])  # (P, M)
     return [inside.to(torch.float32) / sizes.clamp(min=1)[:, None]] * len(streams)
@@ -88,7 +88,7 @@ class Contraction(NamedTuple):
             # Gather the columns and not the tokens: one product serves all heads of a batch row, side by side.
             tokens = x.to(table.dtype).transpose(1, 2).flatten(2)  # (B, n, H D)
             product = embedding(column, columns).mT @ tokens  # (B, P, n) @ (B, n, H D) -> (B, P, H D)
-            of_heads: Tensor = product.to(acc_dtype).unflatten(2, x.shape[1::2])
+            of_heads: Tensor = product.to(acc_dtype).unflatten(2, x.shape[1::2])  # (B, P, H, D)
             return of_heads.transpose(1, 2)
 
         size = slice_size(x.shape[2] * max(len(table), x.shape[1] * x.shape[3]), x.device)
@@ -125,8 +125,8 @@ def _contraction(table: Tensor, key_mask: Tensor | None, kv_len: int, dtype: tor
     if key_mask is None and table.shape[1] == kv_len:
         return Contraction(table.to(dtype), None, None, None, table.any(1)[None])
     column = None if key_mask is None else (key_mask.cumsum(1) - 1).clamp(min=0)
-    num_tokens = torch.full((1,), kv_len, device=table.device) if key_mask is None else key_mask.sum(1)
-    factor, valid = _factors(table.to(accumulation_dtype(dtype)), num_tokens)
+    num_tokens = torch.full((1,), kv_len, device=table.device) if key_mask is None else key_mask.sum(1)  # (B or 1,)
+    factor, valid = _factors(table.to(accumulation_dtype(dtype)), num_tokens)  # (B or 1, P) each
     return Contraction(table[:, :kv_len].to(dtype), column, num_tokens, factor, valid)
 
 
@@ -165,7 +165,7 @@ def naive_contraction(
         for table, part, x in zip(tables, parts, tokens, strict=True):
             whole = table[weigh].double()
             part = part[weigh]
-            weight = whole.abs().sum(1) / part.abs().sum(1)
+            weight = whole.abs().sum(1) / part.abs().sum(1)  # (P',)
             norm = torch.linalg.vector_norm(whole, dim=1) / torch.linalg.vector_norm(part, dim=1)
             one_sign = whole.sum(1).abs() / whole.abs().sum(1)
             contracted.append(part * (weight**one_sign * norm ** (1 - one_sign))[:, None] @ x)
@@ -190,9 +190,9 @@ def contract_hidden_states(
             x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
             contracted.append(x)  # (B, P, W)
         # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
-        bias = project(x.new_zeros(1, 1, x.shape[2]))
-        excess = (table.sums() - 1.0).unsqueeze(2)
+        bias = project(x.new_zeros(1, 1, x.shape[2]))  # (1, 1, H D)
+        excess = (table.sums() - 1.0).unsqueeze(2)  # (B or 1, P, 1)
         x = project(x)
-        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)
+        x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)  # (B, H, P, D)
         keys_and_values.append(x.to(accumulation_dtype(x.dtype)))
     return keys_and_values

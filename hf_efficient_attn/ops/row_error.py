@@ -87,7 +87,7 @@ def sample_rows(
     if query_mask is None:
         query_mask = torch.ones(batch_heads, q_len, dtype=torch.bool, device=device)
     count = min(num_rows, q_len)
-    available = query_mask.sum(1, keepdim=True)
+    available = query_mask.sum(1, keepdim=True)  # (BH, 1)
     # An offset for each row in its stratum. With a common offset, rows at a regular distance could all meet, or all
     # miss, what is periodic in the input.
     offset = draws.uniform((num_heads, count), _STREAM).repeat(batch_heads // num_heads, 1)  # (BH, p)
@@ -96,7 +96,7 @@ def sample_rows(
     rank = strata(torch.arange(count, device=device), offset, available, sampled.clamp(min=1))
     rank = torch.minimum(rank, (available - 1).clamp(min=0))
     # The query of rank r is the first with r + 1 valid queries up to it.
-    index = torch.searchsorted(query_mask.cumsum(1), rank + 1).clamp(max=q_len - 1)
+    index = torch.searchsorted(query_mask.cumsum(1), rank + 1).clamp(max=q_len - 1)  # (BH, p)
     return Rows(index, torch.arange(count, device=device) < sampled, available)
 
 
@@ -122,7 +122,7 @@ def row_error(
     if valid is not None:
         difference, exact = (x.masked_fill(~valid.unsqueeze(2), 0.0) for x in (difference, exact))
         count = valid.sum(1)
-    error, error_share = _leading(difference)
+    error, error_share = _leading(difference)  # (BH,), (BH, p)
     size, share = _leading(exact)
     estimate = torch.where(error == 0, 0.0, error / size)
     spread = torch.linalg.vector_norm(error_share - share, dim=1)  # (BH,)
@@ -131,7 +131,7 @@ def row_error(
         for x in (count, torch.inf if population is None else population)
     )
     rows = rows.clamp(min=1.0)
-    factor = (1.0 - rows / all_rows).clamp(min=0.0).sqrt()
+    factor = (1.0 - rows / all_rows).clamp(min=0.0).sqrt()  # (BH,)
     return RowError(estimate, estimate * (1.0 + factor * (0.5 * rows.rsqrt() + spread)))
 
 
@@ -139,12 +139,12 @@ def _leading(x: Tensor) -> tuple[Tensor, Tensor]:
     """Find the largest singular value of x (BH, p, D), and the share of each row in its square: (BH,) and (BH, p)."""
     tiny = torch.finfo(x.dtype).tiny
     # Scaled to entries of at most 1, so that squares neither overflow nor underflow.
-    scale = x.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
+    scale = x.abs().amax((1, 2), keepdim=True).clamp(min=tiny)  # (BH, 1, 1)
     x = x / scale
     gram = x.transpose(1, 2) @ x  # (BH, D, p) @ (BH, p, D) -> (BH, D, D)
     power = matrix_power(gram, _SQUARINGS)
     # The column with the largest diagonal entry has a component along the leading eigenvector.
-    largest = power.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, gram.shape[1], 1)
+    largest = power.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, gram.shape[1], 1)  # (BH, D, 1)
     vector = power.gather(2, largest)  # (BH, D, 1)
     vector = vector / torch.linalg.vector_norm(vector, dim=1, keepdim=True).clamp(min=tiny)
     squares = (x @ vector).squeeze(2).square()  # (BH, p)

@@ -1,8 +1,8 @@
 """ScatterBrain: a block of keys exactly, and features for all other blocks.
 
-`hf_efficient_attn.methods.scatterbrain` has the formulas. The near field of a block of queries is one block of keys, of
-positions or of a hash, and in the causal form the own block and the one before. With a bias by distance, the features
-of a block of keys have the mean of exp(bias) over all pairs of the block and a block of queries.
+`hf_efficient_attn.methods.scatterbrain` has the formulas. The near field of a block of queries is one block of keys, by
+position or by a hash. In the causal form it is the block itself and the block before it. With a bias by distance, the
+features of a block of keys are multiplied by the mean of exp(bias) over all pairs with the block of queries.
 """
 
 import functools
@@ -45,14 +45,14 @@ def plan_blocks(
     query: Tensor, key: Tensor, key_mask: Tensor | None, size: int, num_hashes: int, draws: Draws
 ) -> BlockPlan:
     """Plan the near field of (BH, N, D) tokens: blocks of positions, or of a hash with `num_hashes` hyperplanes."""
-    num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)
+    num_valid = None if key_mask is None else key_mask.sum(1, keepdim=True)  # (BH, 1)
     if not num_hashes:
         order = None if key_mask is None else valid_first(key_mask)
         return BlockPlan(order, order, None, num_valid)
     near = plan_lsh(query, key, size, key_mask, num_hashes, draws)
     # `plan_lsh` gives `size` keys from any start. Take the block that contains most of these keys.
     last = (torch.as_tensor(near.num_keys, device=key.device) - 1) // size
-    block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))
+    block = torch.minimum((near.start + size // 2) // size, last.clamp(min=0))  # (BH, T)
     return BlockPlan(near.query_order, near.key_order, block, num_valid)
 
 
@@ -106,11 +106,12 @@ def _bidirectional_blocks(
     if plan.num_valid is not None or length % size:
         index = torch.arange(num_blocks * size, device=key.device).view(1, num_blocks, size)
         valid = index < (length if plan.num_valid is None else plan.num_valid.unsqueeze(2))  # (1 or BH, T, S)
-        bias = mask_bias(valid, key.dtype).unsqueeze(2)
+        bias = mask_bias(valid, key.dtype).unsqueeze(2)  # (1 or BH, T, 1, S)
     state = others(add_to_state(None, key, value, valid, features), earlier_only=False)  # sums (BH, T, F, Dv + 8)
     if plan.key_block is not None:
         block = plan.key_block
         bias = None if bias is None else take(bias[:, :, 0].expand(key.shape[0], -1, -1), block).unsqueeze(2)
+        # (BH, T, S, .), and sums (BH, T, F, Dv + 8)
         key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
         state = FeatureState(sums, state.log.gather(1, block))
     near = attend_to(query, key, value, bias)  # (BH, T, S, Dv)
@@ -126,7 +127,7 @@ def _causal_blocks(
     """
     query, key, value = tokens
     size = key.shape[2]
-    bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)
+    bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)  # (S, 2 S)
     first = attend_to(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:])
     # (BH, T - 1, 2 S, .)
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
@@ -162,12 +163,12 @@ def biased_block_attention(
         valid = (integers(key.shape[1] * size, key.device) < length).view(1, -1, size)  # (1, T, S)
         of_pairs = bias_between(own.table, position[..., 0], position[..., 0]) + mask_bias(valid, key.dtype).unsqueeze(
             2
-        )
+        )  # (BH, T, S, S)
         near = attend(query, key, value, of_pairs, scale=scale, dropout_p=dropout_p)
         sums, log = add_to_state(None, key, value, valid, features)  # (BH, T, F, Dv + 8), (BH, T)
         weight = block_bias(own, size) * LOG2_E + log.unsqueeze(1)  # (BH, T, T)
-        log = weight.detach().amax(2).clamp(min=-1e30)
-        far = torch.bmm((weight - log.unsqueeze(2)).exp2(), sums.flatten(2)).view_as(sums)
+        log = weight.detach().amax(2).clamp(min=-1e30)  # (BH, T)
+        far = torch.bmm((weight - log.unsqueeze(2)).exp2(), sums.flatten(2)).view_as(sums)  # (BH, T, F, Dv + 8)
         out = merge(near, query_state(query, FeatureState(far, log), features, dropout_p)).out
         return out.flatten(1, 2)[:, :length]
 
@@ -178,11 +179,11 @@ def biased_block_attention(
 
 def block_bias(bias: Bias, size: int) -> Tensor:
     """Compute the log of the mean of exp(bias) over the pairs of two blocks: (BH, T, T); -inf for a block itself."""
-    table = bias.table  # (1 or BH, T, T)
-    distance = bias.distances(size, ceil_div(bias.key_position.shape[1], size))
+    table = bias.table  # (BH, 2R + 1)
+    distance = bias.distances(size, ceil_div(bias.key_position.shape[1], size))  # (1 or BH, T, T)
     end = int(distance.abs().amax()) + size
-    largest = table.detach().amax(1, keepdim=True)
+    largest = table.detach().amax(1, keepdim=True)  # (BH, 1)
     span = torch.arange(-end, end + 1, device=table.device)
-    means = pair_means(bias_of((table - largest).exp(), span), distance, size)
+    means = pair_means(bias_of((table - largest).exp(), span), distance, size)  # (BH, T, T)
     means = means.clamp(min=torch.finfo(means.dtype).tiny).log() + largest.unsqueeze(2)
     return means.masked_fill(torch.eye(means.shape[1], dtype=torch.bool, device=means.device), -torch.inf)

@@ -4,10 +4,10 @@ Engines that split a layer's heads over processes call attention with some of th
 head depend on its number among all heads of the layer, and not on the number of processes. The seed of such a call is a
 `HeadSeed`, which knows these numbers.
 
-If processes share a sequence, every process holds a contiguous shard of the tokens. `Shards` says which. Every process
-must call the same functions in the same order, forward and backward, so results must stay connected to what was sent
-even where a process has no use for them. A weight of 0 keeps such a connection. The collectives and their gradients are
-PyTorch's functional ones.
+If processes share a sequence, every process holds a contiguous shard of the tokens. `Shards` says which. All processes
+must call the same collectives in the same order, forward and backward. So autograd must reach a collective even in a
+process that has no use for its result. Such a process uses the result with a weight of 0. The collectives and their
+gradients are PyTorch's functional ones.
 """
 
 import math
@@ -203,7 +203,7 @@ def over_heads(
         for length in shards.lengths
     ]
     received = exchange(parts, shapes, shards.group)
-    query, key, value = (torch.cat(pieces, 2) for pieces in zip(*received, strict=True))
+    query, key, value = (torch.cat(pieces, 2) for pieces in zip(*received, strict=True))  # (B, h, N, .) each
     if query.shape[1]:
         out = function(query, key, value, HeadSlice(heads[rank][0].start, num_heads))
     else:  # nothing to compute, but the other processes wait for the gradients

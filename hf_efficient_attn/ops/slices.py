@@ -18,9 +18,9 @@ from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
 CPU_NUMEL = 1 << 20
 ACCELERATOR_NUMEL = 1 << 28
-# glibc returns large blocks of freed memory to the system, so that every call would pay for new pages. It raises its
-# limit for "large" to the largest block freed so far, up to 32 MiB. One block of nearly 32 MiB makes it keep the
-# temporaries of a slice: without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
+# Allocate 31 MiB and free them. glibc gives a freed block above a limit back to the system, and then the next call pays
+# for new pages. The limit rises to the size of the largest block that was freed, up to 32 MiB. So from here on glibc
+# keeps the memory of a slice. Without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
 torch.empty(31 << 20, dtype=torch.uint8)
 
 

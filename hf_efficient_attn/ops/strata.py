@@ -1,6 +1,7 @@
 """Indices at random offsets: in equal parts of a sequence, and in intervals of a line, whose lengths are probabilities.
 
-Both add a number below 1 to a large one. float64 holds the sum. Without it integers do, in units of a power of 2.
+Both add a number below 1 to a large one, so the sum is float64. On devices without float64 it is an integer, in units
+of a power of 2.
 """
 
 import torch
@@ -15,7 +16,7 @@ _LINE_BITS = 40
 
 
 def strata(number: Tensor, offset: Tensor, available: Tensor | int, count: Tensor | int) -> Tensor:
-    """Find the index at an offset in (0, 1) in the stratum `number` if `available` indices are cut into `count` strata.
+    """Cut `available` indices into `count` strata, and find the index at an offset in (0, 1) of the stratum `number`.
 
     All arguments but the offset are integers. In float32 a large number plus an offset would be rounded to the next
     stratum, so without float64 this computes with integers.
@@ -62,7 +63,7 @@ def systematic_sample(
     steps = integers(num_samples, offset.device)  # (num_samples,)
     points = _points(steps, offset.unsqueeze(2))  # (BH, S, num_samples)
     index, probability = _locate(probabilities, points, num_samples + 1, group)
-    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()
+    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()  # (BH, S, num_samples)
     return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
 
 
@@ -84,8 +85,8 @@ def independent_sample(
     """
     scores = widened(scores)
     shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)  # (BH, G, N)
-    index, share = _locate(shares, _points(0, numbers.sort(2).values), 2, group)
-    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5
+    index, share = _locate(shares, _points(0, numbers.sort(2).values), 2, group)  # (BH, S, num_samples) each
+    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5  # (BH, S, 1)
     return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
 
 
@@ -121,9 +122,9 @@ def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None)
         ends = lengths.cumsum(2)
     if group is not None:
         # The groups are laid end to end as well, so that one search serves all of them.
-        ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]
-        points = points + stretch * group.to(points.dtype).unsqueeze(2)
-    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))
+        ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]  # (BH, G, N)
+        points = points + stretch * group.to(points.dtype).unsqueeze(2)  # (BH, S, K)
+    found = torch.searchsorted(ends.view(batch_heads, -1), points.flatten(1))  # (BH, S * K)
     # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
     found.clamp_(max=groups * size - 1)
     length = lengths.view(batch_heads, -1).gather(1, found)

@@ -76,7 +76,7 @@ def choose_pivots(
     numbers = gumbel(draws, len(sizes), num_candidates, batch_heads // batch, points.dtype)
 
     def some_heads(points: Tensor, valid: Tensor | None, head: Tensor) -> Tensor:
-        return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)
+        return torch.stack(_pivots_of_heads(points, valid, numbers[:, head], sizes), 1)  # (BH, 2, m)
 
     head = integers(batch_heads, points.device) % (batch_heads // batch)
     size = slice_size(num_pivots * num_candidates // 2, points.device)
@@ -103,18 +103,18 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
     factor = points.new_empty(len(points), 0, points.shape[1])  # (BH, chosen, C)
     for of_draw, size in zip(numbers, sizes, strict=True):
         scores = torch.where(residual > tolerance, residual.log() + norm, _LAST) + of_draw
-        scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)
+        scores, index = scores.masked_fill(closed, -torch.inf).topk(size, dim=1)  # (BH, size) each
         selected = scores > -torch.inf
         index = torch.where(selected, index, 0)
         picked.append(index)
         was_open.append(selected)
         if len(picked) == len(sizes):
             break
-        used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)
+        used = (selected & (residual.gather(1, index) > tolerance)).unsqueeze(2)  # (BH, size, 1)
         closed = closed.scatter(1, index, True)
-        rows = torch.baddbmm(-half_norm.mT, take(points, index), points.mT) - take(half_norm, index)
+        rows = torch.baddbmm(-half_norm.mT, take(points, index), points.mT) - take(half_norm, index)  # (BH, size, C)
         columns = index.unsqueeze(1)  # (BH, 1, size)
-        earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))
+        earlier = factor.gather(2, columns.expand(-1, factor.shape[1], -1))  # (BH, chosen, size)
         rows = torch.baddbmm(rows.clamp_(max=0.0).exp2_(), earlier.mT, factor, alpha=-1.0) * used
         corner = rows.gather(2, columns.expand(-1, size, -1)) * used.mT  # (BH, size, size)
         corner.diagonal(dim1=1, dim2=2).add_(corner.new_ones(used.shape[:2]).masked_fill_(used.squeeze(2), ridge))
@@ -126,7 +126,7 @@ def _pivots_of_heads(points: Tensor, valid: Tensor | None, numbers: Tensor, size
         one = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
         new = torch.linalg.solve_triangular(lower, one, upper=False) @ rows  # (BH, size, size) @ (BH, size, C)
         residual = (residual - new.square().sum(1)).clamp(min=0.0)  # (BH, C)
-        factor = torch.cat((factor, new), 1)
+        factor = torch.cat((factor, new), 1)  # (BH, chosen, C)
     return torch.cat(picked, 1), torch.cat(was_open, 1).long()
 
 
@@ -157,7 +157,7 @@ def draw_numbers(draws: Draws, kv_len: int, num_samples: int, num_heads: int) ->
     The numbers of a round do not depend on earlier rounds, and so not on `kv_len`.
     """
     sizes = [num_pairs for num_pairs, _ in _rounds(kv_len, num_samples)]
-    numbers = draws.uniform_of_heads(sum(sizes), num_heads, _HALVING)
+    numbers = draws.uniform_of_heads(sum(sizes), num_heads, _HALVING)  # (sum of num_pairs, H)
     return [2.0 * x.mT - 1.0 for x in numbers.split(sizes)]
 
 
@@ -192,8 +192,8 @@ def thin(
     # Of n tokens and S >= n places, token j is in place floor(j S / n). A place has 0 or 1 tokens.
     num_places = num_samples << len(rounds)
     place = torch.arange(num_places, device=device)
-    index = (place * num_tokens + num_places - 1) // num_places
-    count = widened(index * num_places < (place + 1) * num_tokens)
+    index = (place * num_tokens + num_places - 1) // num_places  # (BH, num_places)
+    count = widened(index * num_places < (place + 1) * num_tokens)  # (BH, num_places)
     index = index.clamp(max=kv_len - 1)
     index = index if key_mask is None else valid_first(key_mask).gather(1, index)
     sizes = num_tokens.new_tensor([num_pairs for num_pairs, _ in rounds])
@@ -213,9 +213,9 @@ def thin(
         counts = pad(count, (0, 2 * missing)).view(*shape, 2)
         size = slice_size(4 * (num_pairs + missing) * bucket, device)
         kernel = sliced(_pair_kernel, key, value, shift, pairs, counts, size=size)  # (BH, T, P, P)
-        kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)
+        kept = _walk(kernel, counts, pad(draw, (0, missing)).repeat(batch, 1).view(shape), margin)  # (BH, T, P, 1)
         index = pairs.gather(3, kept).flatten(1)[:, :num_pairs]  # (BH, num_pairs)
-        count = count.unflatten(1, (-1, 2)).sum(2)
+        count = count.unflatten(1, (-1, 2)).sum(2)  # (BH, num_pairs)
     return index, count.log()
 
 
@@ -237,7 +237,7 @@ def _pair_kernel(key: Tensor, value: Tensor, shift: Tensor, pairs: Tensor, count
     kernel = (keys @ keys.mT).sub_(shift.view(-1, 1, 1, 1)).exp2_()  # (BH, T, 2 P, 2 P)
     kernel *= (values @ values.mT).add_(1.0)
     rows = kernel[..., ::2, :] - kernel[..., 1::2, :]  # (BH, T, P, 2 P)
-    both = (counts.amin(-1) > 0).to(kernel.dtype)
+    both = (counts.amin(-1) > 0).to(kernel.dtype)  # (BH, T, P)
     return (rows[..., ::2] - rows[..., 1::2]).mul_(both.unsqueeze(-1)).mul_(both.unsqueeze(-2))
 
 
@@ -257,7 +257,7 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
     Returns:
         int64 (BH, T, P, 1): 0 if the first token is kept, 1 if the second is.
     """
-    first, second = counts.unbind(-1)
+    first, second = counts.unbind(-1)  # (BH, T, P) each
     norm = widened(kernel.diagonal(dim1=2, dim2=3).clamp(min=0.0).sqrt())  # (BH, T, P)
     largest = (norm * counts.amin(-1)).cummax(2).values
     bias = (first - second) / (first + second).clamp(min=1.0)
@@ -266,7 +266,7 @@ def _walk(kernel: Tensor, counts: Tensor, draw: Tensor, margin: Tensor) -> Tenso
     shrinkage = (-first).to(kernel.dtype).unbind(2)
     error = torch.zeros_like(threshold)
     kept = []
-    for i, limit in enumerate(threshold.unbind(2)):
+    for i, limit in enumerate(threshold.unbind(2)):  # (BH, T)
         keep_second = error[..., i] >= limit
         step = torch.where(keep_second, shrinkage[i], growth[i])
         error[..., i + 1 :].addcmul_(kernel[:, :, i, i + 1 :], step.unsqueeze(2))
@@ -282,7 +282,7 @@ def thin_naive(key: Tensor, value: Tensor, num_samples: int, numbers: list[Tenso
     """
     kv_len = len(key)
     rounds = _rounds(len(key), num_samples)
-    exponent = abs(scale) * key @ key.mT
+    exponent = abs(scale) * key @ key.mT  # (Nk, Nk)
     kernel = torch.exp(exponent - exponent.diagonal().max()) * (value @ value.mT / value.abs().max() ** 2 + 1.0)
     # Places hold the index and the count of a token.
     places = [(0, 0)] * (num_samples << len(rounds))

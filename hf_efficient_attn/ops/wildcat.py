@@ -54,8 +54,8 @@ def attend_to_coreset(
         weighted, bias, middle, half = _weighted(key, value, keys, kernel_scale, drops=dropout_p > 0.0)
         tensors = query[:, None], keys[:, None]
         sums = attend(*tensors, weighted[:, None], bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
-        numerator = sums[..., :-1]  # (BH, Nq, Dv), (BH, Nq, 1)
-        denominator = sums[..., -1:]
+        numerator = sums[..., :-1]  # (BH, Nq, Dv)
+        denominator = sums[..., -1:]  # (BH, Nq, 1)
         if dropout_p > 0.0:
             numerator = attend(*tensors, weighted[:, None, :, :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
         # Where the denominator is not positive, this divides by infinity.
@@ -77,8 +77,8 @@ def _weighted(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *,
     """
     # Sum the kernel's row of each coreset key over all keys: exp(lse) [out, 1].
     rows = keys * kernel_scale  # (BH, m, D)
-    out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))
-    ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))
+    out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))  # (BH, m, Dv), (BH, m)
+    ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))  # (2, BH, 1, Dv)
     middle = 0.5 * (ends[1] + ends[0])
     half = 0.5 * (ends[1] - ends[0])
     if drops:  # outputs are between 0 and multiples of the values
@@ -99,10 +99,10 @@ def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> 
     """
     points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
     log_size = -0.5 * points.square().sum(2, keepdim=True)  # (BH, m, 1)
-    weights = (lse.unsqueeze(2) + log_size).softmax(1)  # up to a factor of all
+    weights = (lse.unsqueeze(2) + log_size).softmax(1)  # (BH, m, 1), up to a factor of all
     weighted = regularized_solve(gaussian_kernel(points), with_ones(values) * weights, RIDGE)
     # The size of the weights goes into the exponent of the query.
-    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)
+    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)  # (BH, m, 1)
     return weighted / size, size.log() + log_size
 
 
@@ -112,24 +112,24 @@ def coreset_naive(
     """Compute `attend_to_coreset` in the readable form for float64 inputs, with dense weights of all keys."""
     root = kernel_scale.sqrt()
     points = root * keys
-    half_norm = 0.5 * (root * keys).square().sum(2, keepdim=True)
+    half_norm = 0.5 * (root * keys).square().sum(2, keepdim=True)  # (BH, m, 1)
     # exp(<x, y> - |x|^2 / 2) relative to its maximum. The logits below contain the missing factors.
     exponents = points @ (root * key).mT - half_norm  # (BH, m, Nk)
     kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
     identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
-    weights = torch.linalg.solve(kernel + RIDGE * identity, kernel_rows)
+    weights = torch.linalg.solve(kernel + RIDGE * identity, kernel_rows)  # (BH, m, Nk)
     low = value.amin(1, keepdim=True)
     high = value.amax(1, keepdim=True)
     middle = (low + high) / 2
     half = (high - low) / 2
     # Relative to the middle of the range, which is the output if the denominator is not positive.
-    numerators = weights @ (value - middle)
+    numerators = weights @ (value - middle)  # (BH, m, Dv)
     ones = weights.sum(2, keepdim=True)
     size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
     logits = scale * query @ keys.mT - half_norm.mT  # (BH, Nq, m)
     basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
-    denominator = basis @ ones
+    denominator = basis @ ones  # (BH, Nq, 1)
     positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
     ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
     return middle + torch.maximum(torch.minimum(ratio, half), -half)

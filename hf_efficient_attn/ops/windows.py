@@ -104,7 +104,7 @@ def window_partial(
     if key_mask is None and not exporting:
         low = min(num_blocks, ceil_div(left + skip, block_q))
         high = max(low, num_blocks - ceil_div(after, block_q))
-    blocks = pad_to_blocks(query, block_q)
+    blocks = pad_to_blocks(query, block_q)  # (BH, T, block_q, D)
     # (BH, T, block_k, .)
     keys, values = (pad(x, (0, 0, left, after)).unfold(1, block_k, block_q).transpose(2, 3) for x in (key, value))
     parts = []
@@ -116,6 +116,7 @@ def window_partial(
                 x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
             )
             parts.append(attend(own, own_keys, own_values, bias, scale=scale, dropout_p=dropout_p))
+    # (BH, T, block_q, Dv), (BH, T, block_q)
     out, lse = (torch.cat(x, 1) if len(parts) > 1 else x[0] for x in zip(*parts, strict=True))
     return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
 
@@ -203,7 +204,7 @@ def _attention_to_global(
     come before a global one.
     """
     length = query.shape[1]
-    allowed = tokens.valid[:, None].expand(-1, length, -1)
+    allowed = tokens.valid[:, None].expand(-1, length, -1)  # (1 or BH, N, G)
     if is_causal:
         position = torch.arange(length, device=query.device)
         allowed = allowed & (tokens.positions[:, None] <= position[:, None])  # (1 or BH, N, G)
@@ -256,7 +257,7 @@ def _first_valid(mask: Tensor | None, count: int, length: int, device: torch.dev
     if mask is None:
         index = position[None, :count]
         return _GlobalTokens(index, torch.ones_like(index, dtype=torch.bool), None, count)
-    index = torch.where(mask, length - position, -position).topk(count, dim=1).indices
+    index = torch.where(mask, length - position, -position).topk(count, dim=1).indices  # (1 or BH, G)
     return _GlobalTokens(index, mask.gather(1, index), mask & (mask.cumsum(1) > count), 0)
 
 
@@ -271,5 +272,5 @@ def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: Window
     is_global = key_mask & (key_mask.cumsum(1) <= call.num_global)  # (B, Nk)
     pairs = (distance.abs() <= call.window_size) | is_global[:, None] | is_global[:, kv_len - q_len :, None]
     pairs = pairs & key_mask[:, None]  # (B, Nq, Nk)
-    bias = mask_bias(pairs & (distance <= 0) if call.is_causal else pairs, dtype)[:, None]
-    return bias if table is None else bias + bias_of(table.to(bias.dtype), distance)
+    bias = mask_bias(pairs & (distance <= 0) if call.is_causal else pairs, dtype)[:, None]  # (B, 1, Nq, Nk)
+    return bias if table is None else bias + bias_of(table.to(bias.dtype), distance)  # (B, 1 or H, Nq, Nk)

@@ -39,13 +39,13 @@ class Arguments(NamedTuple):
         some_parameters: learned parameters that were given by name, if `parameters` is None.
     """
 
-    attention_mask: Tensor | None = None
+    attention_mask: Tensor | None = None  # bool (B, Nk)
     is_causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
     seed: int | Tensor | None = 0
     parameters: Mapping[str, Tensor] | None = None
-    distance_bias: Tensor | None = None
+    distance_bias: Tensor | None = None  # (H, 2R + 1)
     heads: HeadSlice | None = None
     some_parameters: Mapping[str, Tensor] = {}
 
@@ -247,8 +247,8 @@ def compute(
             # Of short sequences the output may not depend on what is learned.
             out = with_zero_gradients(getattr(method, form)(config, query, key, value, options), *learned)
     if offset < 0:
-        return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)
-    return out[:, :, out.shape[2] - q_len :] if offset else out
+        return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)  # (B, H, Nq, Dv)
+    return out[:, :, out.shape[2] - q_len :] if offset else out  # (B, H, Nq, Dv)
 
 
 def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Arguments) -> None:

@@ -190,7 +190,7 @@ class MethodConfig:
 
     @property
     def relative_cost(self) -> float:
-        """`cost` with these hyperparameters. A larger budget costs more in proportion, and a smaller one as much."""
+        """`cost` with these hyperparameters: more in proportion to a larger budget, and the same for a smaller one."""
         default = type(self)().exact_length
         return self.cost * max(1.0, self.exact_length / default if default else 1.0)
 

@@ -102,13 +102,13 @@ def _call(config: FeatureConfig, x: Tensor, options: AttentionOptions) -> Featur
     feature_map = config.feature_map
     return FeatureCall(
         features_of_maps(feature_map, config.num_features, options.scale, head_dim, Draws(options.seed, x.device)),
-        (given.get(NAMES[0]), given.get(NAMES[1])),
+        (given.get(NAMES[0]), given.get(NAMES[1])),  # (H_kv, D or D + 1, F) each, or None
         config.num_features,
         options.scale,
         options.dropout_p,
         options.is_causal,
         config.window_size,
-        given.get(LOG_WEIGHT, -math.log(head_dim)),
+        given.get(LOG_WEIGHT, -math.log(head_dim)),  # (H_kv,), or a number
     )
 
 
@@ -138,7 +138,7 @@ def _update(config: FeatureConfig, state: State | None, key: Tensor, value: Tens
 
 def _query(config: FeatureConfig, state: State, query: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to all tokens of a state; see `Recurrence`."""
-    return read_state(query, state, _call(config, query, options))
+    return read_state(query, state, _call(config, query, options))  # (B, H, N, Dv)
 
 
 def _forward_shard(

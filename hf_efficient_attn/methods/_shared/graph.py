@@ -69,11 +69,11 @@ def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     seed = others[0]
     mask = others[1] if has_mask else None
     draws = others[-1] if dropout_p else None
-    query, key, value, *learned = tensors
+    query, key, value, *learned = tensors  # (B, H, Nq, D), (B, H, Nk, D), (B, H, Nk, Dv)
     method = get_method(values.pop("method"))
     number = int(seed)
     seed_of_heads: Seed = HeadSeed(number, HeadSlice(*heads)) if heads else number
-    bias = learned.pop() if len(learned) > len(names) else None
+    bias = learned.pop() if len(learned) > len(names) else None  # (H, 2R + 1)
     parameters = dict(zip(names, learned, strict=True))
     options = AttentionOptions(mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias)
     with torch.autocast(query.device.type, enabled=False), with_draws_of(draws, query.device):
@@ -104,7 +104,7 @@ def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_gra
 
 @_attention.register_fake
 def _(tensors: list[Tensor], *_: object) -> Tensor:
-    return tensors[2].new_empty(*tensors[0].shape[:3], tensors[2].shape[3])
+    return tensors[2].new_empty(*tensors[0].shape[:3], tensors[2].shape[3])  # (B, H, Nq, Dv)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())

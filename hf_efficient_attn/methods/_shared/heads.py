@@ -43,16 +43,16 @@ def by_heads(
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
     shape = query.shape
-    query, key, value, mask = _flatten(query, key, value, options.key_mask)
+    query, key, value, mask = _flatten(query, key, value, options.key_mask)  # (BH, N, .), (BH, Nk)
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
     if mask is None:
         return unflatten_heads(form(query, key, value).to(value.dtype), shape)
-    order = valid_first(mask)  # (BH, N), (BH, N, 1)
-    masked = ~mask[:, :, None]
+    order = valid_first(mask)  # (BH, N)
+    masked = ~mask[:, :, None]  # (BH, N, 1)
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
-    query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))
-    out = take(form(query, key, value).to(value.dtype), inverse(order))
+    query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))  # (BH, N, .) each
+    out = take(form(query, key, value).to(value.dtype), inverse(order))  # (BH, N, Dv)
     return unflatten_heads(out.masked_fill(masked, 0.0), shape)
 
 
@@ -81,11 +81,11 @@ def without_padding(
             return exact_attention(query, key, value, is_causal=False, **call)
         return attend(query[:, None], key[:, None], value[:, None], bias[0].of_pairs()[:, None], **call).out[:, 0]
 
-    def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # (BH, N, .)
         bias = []
         if table is not None:
-            positions = (integers(x.shape[1], x.device)[None] for x in (query, key))
-            tables = table.to(accumulation_dtype(key.dtype)).repeat(len(query) // len(table), 1)
+            positions = (integers(x.shape[1], x.device)[None] for x in (query, key))  # (1, N) each
+            tables = table.to(accumulation_dtype(key.dtype)).repeat(len(query) // len(table), 1)  # (BH, 2R + 1)
             bias.append(Bias(tables, *positions))
         if mask is None and query_mask is None:
             return form_of_length(query, key, value, *bias)
@@ -97,16 +97,17 @@ def without_padding(
         found = counts.unique(dim=0).tolist()
         if found == [[query.shape[1], key.shape[1]]]:
             return form_of_length(query, key, value, *bias)
-        out = value.new_zeros(*query.shape[:2], value.shape[2])
+        out = value.new_zeros(*query.shape[:2], value.shape[2])  # (BH, Nq, Dv)
         if all(0 in count for count in found):
             return with_zero_gradients(out, query, key, value, table)
         for count in found:
             if 0 not in count:
-                some = (counts == counts.new_tensor(count)).all(1).nonzero()[:, 0]
+                some = (counts == counts.new_tensor(count)).all(1).nonzero()[:, 0]  # (heads,)
+                # (heads, n) each, with n valid tokens
                 orders = [valid_first(x[some])[:, :n] for x, n in zip((valid_query, valid), count, strict=True)]
                 own: list[Any] = [take(x[some], orders[i]) for i, x in ((0, query), (1, key), (1, value))]
                 own += [Bias(one.table[some], *orders) for one in bias]
-                out = out.index_put((some[:, None], orders[0]), form_of_length(*own))
+                out = out.index_put((some[:, None], orders[0]), form_of_length(*own))  # (BH, Nq, Dv)
         return out
 
     return by_heads(of_all_lengths, query, key, value, options, exact_length)
@@ -121,12 +122,12 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     # PyTorch's causal kernel gives NaN unless the scale is positive.
     if dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
-        out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)  # (BH, Nq, Dv)
         return unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)
-    some = mask.any(1)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)  # (B, H, Nq, Dv)
+    some = mask.any(1)  # (B,)
     return out if bool(some.all()) else out.masked_fill(~some[:, None, None, None], 0.0)
 
 

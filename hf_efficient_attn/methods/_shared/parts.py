@@ -63,11 +63,12 @@ def attention_with_state(
             # One token attends to all tokens including itself. The query heads of a group, (B, H_kv, H / H_kv, D), take
             # the place of several queries of one head.
             grouped_query = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, -1)  # (B, H_kv, H / H_kv, D)
+            # (B, H_kv, H / H_kv, Dv) -> (B, H, 1, Dv)
             out = recurrence.query(config, new_state, grouped_query, options).reshape(batch, num_heads, 1, -1)
         else:
             if num_heads != num_kv_heads:
                 state = type(state)(*(x.repeat_interleave(num_heads // num_kv_heads, 1) for x in state))
-            out = recurrence.forward(config, query, *repeat_kv(query, key, value), options, state)
+            out = recurrence.forward(config, query, *repeat_kv(query, key, value), options, state)  # (B, H, N, Dv)
     out = with_zero_gradients(out.to(dtype), *options.parameters.values())
     return refuse_second_gradient(out, config.method), new_state
 
@@ -100,7 +101,7 @@ def sharded_attention(
     def some_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadSlice) -> Tensor:
         own = parameters_of_slice(config, options.parameters, heads, query.shape[1])
         of_all = given._replace(attention_mask=shards.key_mask, parameters=own, heads=heads)
-        return compute("forward", config, *prepare(config, query, key, value, of_all))
+        return compute("forward", config, *prepare(config, query, key, value, of_all))  # (B, h, N, Dv)
 
     if form is not None and form.applies(config, shards.total, options.is_causal):
         with torch.autocast(query.device.type, enabled=False):

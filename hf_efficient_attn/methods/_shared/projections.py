@@ -84,7 +84,7 @@ def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> 
     Raises:
         UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
     """
-    first = options.parameters[NAMES[0]]
+    first = options.parameters[NAMES[0]]  # (P, M)
     both = {NAMES[0]: first, NAMES[1]: options.parameters.get(NAMES[1], first)}
     for name, table in both.items():
         if table.ndim != 2 or table.shape[0] != config.projection_dim:
@@ -146,11 +146,10 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     """Fast form; see `register_method`."""
     kv_len = key.shape[2]
     both = contractions(tables(config, kv_len, options), options.key_mask, kv_len, sum_dtype(query))
-    # (B, H, P, .), mask (B, P)
-    keys = both[0].project(key)
-    values = both[1].project(value)
-    key_mask = projected_key_mask(both, key.shape[0])
-    return _attend(config, "forward", query, keys, values, options, key_mask).to(value.dtype)
+    keys = both[0].project(key)  # (B, H, P, D)
+    values = both[1].project(value)  # (B, H, P, Dv)
+    key_mask = projected_key_mask(both, key.shape[0])  # (B, P)
+    return _attend(config, "forward", query, keys, values, options, key_mask).to(value.dtype)  # (B, H, Nq, Dv)
 
 
 def forward_hidden_states(
@@ -193,9 +192,9 @@ def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, optio
     outs = []
     for b, (keys, values) in enumerate(naive_contraction(tables(config, key.shape[2], options), key, value, mask)):
         given = options._replace(key_mask=None if mask is None else mask[b : b + 1])
-        own = query[b : b + 1].double(), keys[None], values[None]
+        own = query[b : b + 1].double(), keys[None], values[None]  # (1, H, Nq, D), (1, H, p, D), (1, H, p, Dv)
         outs.append(_attend(config, "naive", *own, given))
-    return torch.cat(outs).to(value.dtype)
+    return torch.cat(outs).to(value.dtype)  # (B, H, Nq, Dv)
 
 
 def _initial_parameters(config: FlurkaConfig, **sizes: int) -> dict[str, Tensor]:

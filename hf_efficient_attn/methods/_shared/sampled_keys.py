@@ -106,12 +106,12 @@ def forward(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor
     """Fast form; see `register_method`."""
     sampling = _sampling_options(config, query, options)
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:  # (BH, N, .)
         if not options.is_causal:
             near, far = bidirectional.make_plan(query, key, value, key_mask, sampling)
-            return bidirectional.near_far_attention(query, key, value, near, far, sampling)
+            return bidirectional.near_far_attention(query, key, value, near, far, sampling)  # (BH, Nq, Dv)
         plans = causal.plan_intervals(query, key, value, sampling)
-        return causal.causal_near_far_attention(query, key, value, plans, sampling)
+        return causal.causal_near_far_attention(query, key, value, plans, sampling)  # (BH, N, Dv)
 
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=options.is_causal)
 
@@ -122,11 +122,11 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
     q_len = query.shape[2]
     kv_len = key.shape[2]
 
-    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:  # (BH, N, .)
         table = sampling.table
         position = torch.arange(max(q_len, kv_len), device=query.device)
         bias = 0.0 if table is None else bias_of(table.double(), position[:kv_len] - position[:q_len, None])
-        scores = query.double() @ key.double().mT * options.scale
+        scores = query.double() @ key.double().mT * options.scale  # (BH, Nq, Nk)
         if kv_len <= config.exact_length:
             return dense_softmax(scores + bias, value, key_mask, options.is_causal)
         if options.is_causal:
@@ -134,11 +134,11 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
             weights = dense_causal_log_weights(plans, q_len, sampling.causal_block, config.exact_length, query)
         else:
             plan = bidirectional.make_plan(query, key, value, key_mask, sampling)
-            weights = dense_log_weights(*plan, q_len, kv_len) + bias
-        return dense_softmax(scores + weights, value)
+            weights = dense_log_weights(*plan, q_len, kv_len) + bias  # (BH, Nq, Nk)
+        return dense_softmax(scores + weights, value)  # (BH, Nq, Dv)
 
     moves = options.is_causal and kv_len > config.exact_length
-    return by_heads(form, query, key, value, options, moves_valid_first=moves)
+    return by_heads(form, query, key, value, options, moves_valid_first=moves)  # (B, H, Nq, Dv)
 
 
 def register_sampled_keys(config_class: type[SampledKeysConfig]) -> None:

@@ -1,7 +1,7 @@
 """The table of backends: who computes attention of blocks of queries to their keys.
 
-`attend` asks the backends in the order of the table, and the first that applies computes a call. Whoever has another
-device adds a file with a `Backend`, and a line here before `products`, which computes everything.
+`attend` asks the backends in the order of the table, and the first that applies computes a call. For another device add
+a file with a `Backend`, and a line here before `products`, which takes every call.
 """
 
 from hf_efficient_attn.ops.backends import cpu, efficient, flash, products, triton

@@ -33,7 +33,7 @@ def _forward(call: AttendCall) -> Partial:
     out, lse = _KERNEL(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     out = out if out.shape[3] == value_dim else out[..., :value_dim]
     out = out.reshape(*shape, value_dim).to(call.value.dtype)
-    lse = lse.reshape(shape)
+    lse = lse.reshape(shape)  # (BH, T, Nq)
     if bias is not None:
         lse = lse.masked_fill(bias.amax(-1) == -torch.inf, -torch.inf)
     return Partial(out, lse)
@@ -65,7 +65,7 @@ def _arrange(
     key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
     are_whole = key.is_contiguous() and value.is_contiguous()
     if are_whole and (mask is None or mask.shape[:2] in ((1, 1), (batch_heads, num_blocks))):
-        mask = None if mask is None else mask.flatten(0, 1).unsqueeze(1)
+        mask = None if mask is None else mask.flatten(0, 1).unsqueeze(1)  # (BH * T, 1, Nq or 1, Nk)
         query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))  # (BH * T, 1, ., .)
     return query, key, value, mask
 

@@ -75,7 +75,7 @@ def fused_backward(
     query, key, value, bias, scale, _, _ = call
     dim = query.shape[3]
     value_dim = value.shape[3]
-    key_bias = None if bias is None or mask is not None else bias[:, :, 0]
+    key_bias = None if bias is None or mask is not None else bias[:, :, 0]  # (BH, T, Nk)
     further = 0 if grad_lse is None else 2
     wide = widen(query.to(dtype), key.to(dtype), value.to(dtype), key_bias, further, scale)
     grad_out, out = (pad(x.to(dtype), (0, wide[0].shape[3] - value_dim)) for x in (grad_out, partial.out))
@@ -95,7 +95,7 @@ def fused_backward(
     )
     grad_bias = None  # (BH or 1, T or 1, 1, Nk), as `bias`
     if with_bias and bias is not None:
-        grad_column = grad_key[..., dim].unsqueeze(2).to(bias.dtype)
+        grad_column = grad_key[..., dim].unsqueeze(2).to(bias.dtype)  # (BH, T, 1, Nk)
         grad_bias = grad_column.sum_to_size(bias.shape) / (scale * _unit(dtype, scale))
     return Gradients(
         grad_query[..., :dim].reshape(query.shape).to(query.dtype),

@@ -1,7 +1,8 @@
 """EVA, bidirectional: a query sees its own window exactly, and one summary of each chunk of the other keys.
 
-With more windows than landmarks a chunk is a group of 2**level windows. In its own group, a query sees at each level
-the other half of its group of 2**(i + 1) windows: the sibling of its group of 2**i windows. So it sees each key once.
+With more windows than landmarks a chunk is a group of 2**level windows. A query sees its own chunk in parts: its own
+window, and for each i < level the sibling of its group of 2**i windows, which is the other half of its group of
+2**(i + 1) windows. So it sees each key once.
 """
 
 from typing import NamedTuple
@@ -68,9 +69,10 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkO
         mean_keys, betas = _summaries((query, key, value), plan, maps, noises, options.scale)
         queries = query if blocks.order is None else query.index_select(1, blocks.order)
         queries = pad_to_blocks(queries, blocks.block_q)  # (BH, S, block_q, D)
-        keys = _seen(key, mean_keys, plan)
-        values = _seen(value, betas, plan)
+        keys = _seen(key, mean_keys, plan)  # (BH, S, window + C + levels, D)
+        values = _seen(value, betas, plan)  # (BH, S, window + C + levels, Dv)
         bias = plan.bias.expand(len(queries), -1, -1, -1)
+        # (BH, S * block_q, Dv)
         out = attend(queries, keys, values, bias, scale=options.scale, dropout_p=options.dropout_p).out.flatten(1, 2)
         return out[:, :q_len] if blocks.slot is None else out.index_select(1, blocks.slot)
 
@@ -114,7 +116,7 @@ def _plan(q_len: int, kv_len: int, options: ChunkOptions, dtype: torch.dtype, de
             sibling = (window_index * window // size) ^ 1
             siblings.append(sibling.clamp(max=len(index) - 1))
             seen.append((kv_len - sibling * size).clamp(0, size)[:, None])  # (S, 1)
-    bias = torch.cat(seen, 1).to(dtype).log()[None, :, None]
+    bias = torch.cat(seen, 1).to(dtype).log()[None, :, None]  # (1, S, 1, window + C + levels)
     return _Plan(window, key_chunks, query_chunks, siblings, bias)
 
 
@@ -127,8 +129,8 @@ def _query_blocks(q_len: int, kv_len: int, window: int, device: torch.device) ->
     num_windows = ceil_div(kv_len, window)
     query_window = index * kv_len // q_len // window  # (Nq,)
     first = (integers(num_windows, device) * window * q_len + kv_len - 1) // kv_len  # (S,)
-    slot = index - first[query_window] + query_window * block_q
-    order = index.new_zeros(num_windows * block_q).scatter(0, slot, index)
+    slot = index - first[query_window] + query_window * block_q  # (Nq,)
+    order = index.new_zeros(num_windows * block_q).scatter(0, slot, index)  # (S * block_q,)
     return _QueryBlocks(block_q, order, slot)
 
 
@@ -143,8 +145,8 @@ def _summaries(
     mean_keys = []
     betas = []
     for query_part, key_part, noise in zip(plan.query_chunks, plan.key_chunks, noises, strict=True):
-        means = chunk_means(query_part.take(query), query_part.valid)
-        tokens = key_part.take(key), key_part.take(value)
+        means = chunk_means(query_part.take(query), query_part.valid)  # (BH, C, D)
+        tokens = key_part.take(key), key_part.take(value)  # (BH, C, P, D), (BH, C, P, Dv)
         mean_key, beta = summarize(means, tokens, key_part.valid, maps, noise, scale)
         mean_keys.append(mean_key)
         betas.append(beta)

@@ -53,7 +53,7 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
     attend_to = functools.partial(attend, scale=options.scale, dropout_p=options.dropout_p)
     # The keys of the block before and of its own block that a query sees: (block, 2 block).
     pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
-    near_bias = mask_bias(pairs, key.dtype)[None, None]
+    near_bias = mask_bias(pairs, key.dtype)[None, None]  # (1, 1, block, 2 block)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, maps: Maps, noises: tuple[Tensor | None, ...]) -> Tensor:
         queries, keys, values = (pad_to_blocks(x, block) for x in (query, key, value))  # (BH, T, block, .)
@@ -69,7 +69,7 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
                 ]
                 keys, values, bias = (torch.cat(x, 1) for x in zip(*summaries, strict=True))
                 near = merge(near, _far_partial(queries, keys, values, bias, levels, attend_to))
-            out = torch.cat((out, near.out), 1)
+            out = torch.cat((out, near.out), 1)  # (BH, T, block, Dv)
         return out.flatten(1, 2)[:, :length]  # (BH, N, Dv)
 
     noises = tuple(options.noise(batch_heads, i, level.num_chunks) for i, level in enumerate(levels, 1))
@@ -128,11 +128,11 @@ def _interval_summaries(
         if padding:
             parts = [pad(x, (0, 0, 0, padding)) for x in parts]
             position = integers(num_chunks * chunk, keys.device).view(num_chunks, chunk)
-            valid = (position < length).repeat(count, 1)
-        query, *both = (x.reshape(len(x), count * num_chunks, chunk, -1) for x in parts)  # (BH, J M, chunk, .)
-        noise = None if noise is None else noise.repeat(1, count, 1)
+            valid = (position < length).repeat(count, 1)  # (J num_chunks, chunk)
+        query, *both = (x.reshape(len(x), count * num_chunks, chunk, -1) for x in parts)  # (BH, J num_chunks, chunk, .)
+        noise = None if noise is None else noise.repeat(1, count, 1)  # (BH, J num_chunks, D)
         found = summarize(chunk_means(query, valid), both, valid, maps, noise, scale)
-        keys, values = (x.unflatten(1, (count, -1)) for x in found)
+        keys, values = (x.unflatten(1, (count, -1)) for x in found)  # (BH, J, num_chunks, .) each
     keys, values = (pad(x, (0, 0, 0, most - num_chunks)) if most > num_chunks else x for x in (keys, values))
     counts = (length - integers(most, keys.device) * chunk).clamp(0, chunk)  # (M,)
-    return keys, values, counts.to(acc_dtype).log().expand(1, count, -1)
+    return keys, values, counts.to(acc_dtype).log().expand(1, count, -1)  # (BH, J, M, D), (BH, J, M, Dv), (1, J, M)

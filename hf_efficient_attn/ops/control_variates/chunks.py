@@ -71,7 +71,7 @@ def chunks_between(start: Tensor, stop: Tensor, size: int, length: int, are_full
 
     `are_full` tells that all have `size` tokens.
     """
-    token = start[:, None] + integers(size, start.device)
+    token = start[:, None] + integers(size, start.device)  # (C, P)
     return Chunks(token.clamp(max=length - 1), None if are_full else token < stop[:, None])
 
 

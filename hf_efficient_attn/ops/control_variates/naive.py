@@ -84,23 +84,23 @@ def summary_attention_naive(
     # The position of each query among the keys.
     position = torch.arange(num_queries, device=query.device) * num_keys // num_queries
     near, chunks = cut(torch.arange(num_keys, device=query.device), options)
-    seen = [near[position]]
+    seen = [near[position]]  # (Nq, Nk)
     keys = [key]
     values = [value]
     bias = [query.new_zeros(num_keys)]
     for start, stop, seen_from, stream, number in chunks:
         queries = query[:, start * num_queries // num_keys : ceil_div(stop * num_queries, num_keys)]
-        means = (queries.mean(1), key[:, start:stop].mean(1))
+        means = (queries.mean(1), key[:, start:stop].mean(1))  # (BH, D) each
         some = root * key[:, start:stop]
         maps = options.maps_of(batch_heads)
         noise = options.noise(batch_heads, stream, number + 1)
         mu = [x if w is None else torch.einsum("hde,he->hd", w.double(), x) for x, w in zip(means, maps, strict=True)]
         omega = root * (mu[0] * (1 if options.scale >= 0 else -1) + mu[1])
         omega = omega if noise is None else omega + noise[:, number]
-        xi = (torch.einsum("hd,hmd->hm", omega, some) - some.square().sum(-1) / 2).softmax(-1)
+        xi = (torch.einsum("hd,hmd->hm", omega, some) - some.square().sum(-1) / 2).softmax(-1)  # (BH, P)
         keys.append(means[1][:, None])
         values.append(torch.einsum("hm,hmd->hd", xi, value[:, start:stop])[:, None])
         bias.append(query.new_tensor([stop - start]).log())
         seen.append(seen_from[position, None])
-    scores = query @ torch.cat(keys, 1).mT * options.scale + torch.cat(bias)
+    scores = query @ torch.cat(keys, 1).mT * options.scale + torch.cat(bias)  # (BH, Nq, Nk + C)
     return scores.masked_fill(~torch.cat(seen, 1), -torch.inf).softmax(-1) @ torch.cat(values, 1)

@@ -106,14 +106,14 @@ def favor(num_features: int, scale: float, head_dim: int, draws: Draws) -> Featu
     float32. The scale is split evenly between queries and keys; queries take its sign.
     """
     # Kept if the seed is a number, because QR takes longer than short attention: (F, D).
-    weight = orthogonal_features(draws, num_features, head_dim) * abs(scale) ** 0.5
+    weight = orthogonal_features(draws, num_features, head_dim) * abs(scale) ** 0.5  # (F, D)
     directions = weight.t() * LOG2_E  # (D, F)
 
     def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
         dtype = sum_dtype(x)
         x = x.to(accumulation_dtype(x.dtype))
         logs = x @ directions.to(x.dtype)  # (..., N, D) @ (D, F) -> (..., N, F)
-        size = logs.detach().amax(-1, keepdim=True)  # cancels, so no gradient passes
+        size = logs.detach().amax(-1, keepdim=True)  # (..., N, 1); cancels, so no gradient passes
         half_norm = x.square().sum(-1) * (0.5 * abs(scale) * LOG2_E)  # (..., N)
         return logs.sub_(size).exp2_().to(dtype), size.squeeze(-1) - half_norm
 
@@ -184,7 +184,7 @@ def _learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: 
         return y.softmax(-1).clamp(min=_LEAST), None
     if not is_query:
         return y.clamp(_LEAST_LOG, _LARGEST_LOG).mul(LOG2_E).exp2(), None
-    size = y.detach().amax(-1, keepdim=True)
+    size = y.detach().amax(-1, keepdim=True)  # (..., N, 1)
     phi = (y - size).mul(LOG2_E).exp2()
     total = phi.sum(-1, keepdim=True)  # (..., N, 1)
     return (phi / total).clamp(min=_LEAST), (total.log2() + size * LOG2_E).squeeze(-1)
@@ -209,7 +209,7 @@ def start_map(
     columns = torch.linalg.qr(numbers)[0]  # (blocks, D, D)
     if num_features >= head_dim:
         columns[0] = torch.eye(head_dim, dtype=columns.dtype, device=columns.device)
-    start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5
+    start = columns.transpose(0, 1).flatten(1)[:, :num_features] * max(1.0, head_dim / num_features) ** 0.5  # (D, F)
     start = start * _START[feature_map][0 if is_query else 1]
     if feature_map == "t2r":
         start = torch.cat((start, start.new_full((1, num_features), _START_BIAS)))
@@ -234,8 +234,8 @@ def orthogonal_features(draws: Draws, num_features: int, head_dim: int) -> Tenso
     """
     blocks = ceil_div(num_features, head_dim)
     q, r = torch.linalg.qr(draws.normal((blocks, head_dim, head_dim), 5))  # (blocks, D, D) each
-    signs = r.diagonal(dim1=1, dim2=2).sign()
+    signs = r.diagonal(dim1=1, dim2=2).sign()  # (blocks, D)
     directions = (q * signs[:, None, :]).transpose(1, 2).reshape(-1, head_dim)[:num_features]  # (F, D)
-    lengths = torch.linalg.vector_norm(draws.normal((num_features, head_dim), 7), dim=1, keepdim=True)
+    lengths = torch.linalg.vector_norm(draws.normal((num_features, head_dim), 7), dim=1, keepdim=True)  # (F, 1)
     features: Tensor = directions * lengths
     return features

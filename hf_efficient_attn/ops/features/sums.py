@@ -67,7 +67,7 @@ class Tokens(NamedTuple):
 def union(*states: FeatureState) -> FeatureState:
     """Merge states into the state of all their tokens."""
     log = torch.stack([x.log for x in states]).amax(0)
-    sums = torch.stack([x.sums * torch.exp2(x.log - log)[..., None, None] for x in states]).sum(0)
+    sums = torch.stack([x.sums * torch.exp2(x.log - log)[..., None, None] for x in states]).sum(0)  # (..., F, Dv + 8)
     return FeatureState(sums, log)
 
 
@@ -79,7 +79,7 @@ def add_to_state(
     phi, log_weight = features.of_key(key, key_mask)  # (..., N, F), (..., N)
     value = value.to(phi.dtype)
     if log_weight is None:
-        norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)
+        norm = phi.sum(-2, dtype=acc_dtype).unsqueeze(-1)  # (..., F, 1)
         log = norm.new_zeros(norm.shape[:-2])
     else:
         log = log_weight.detach().amax(-1)
@@ -87,7 +87,7 @@ def add_to_state(
         norm = (phi.mT @ weight).to(acc_dtype)  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
         value = value * weight
     # (..., F, N) @ (..., N, Dv) -> (..., F, Dv), and 8 columns of norms
-    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)
+    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)  # (..., F, Dv + 8)
     own = FeatureState(sums, log)
     return own if state is None else union(state, own)
 
@@ -213,12 +213,12 @@ def _factors(log_weight: Tensor, size: int, start: Tensor | None) -> _Factors:
     """Compute the factors for log weights (BH, N) and the log (BH,) of the state before them."""
     length = log_weight.shape[1]
     log_weight = pad(log_weight, (0, count_blocks(length, size) * size - length), value=EMPTY)
-    start = log_weight.new_full((log_weight.shape[0], 1), EMPTY) if start is None else start.unsqueeze(1)
+    start = log_weight.new_full((log_weight.shape[0], 1), EMPTY) if start is None else start.unsqueeze(1)  # (BH, 1)
     all_largest = torch.maximum(_largest_so_far(log_weight.detach(), size), start)  # (BH, C * S)
     log_weight, largest = (x.unflatten(1, (-1, size)) for x in (log_weight, all_largest))  # (BH, C, S)
     ends = largest[:, :, -1]  # (BH, C)
     before = torch.cat((start, ends), 1)  # (BH, C + 1)
-    pairs = log_weight.unsqueeze(2) - largest.unsqueeze(3)
+    pairs = log_weight.unsqueeze(2) - largest.unsqueeze(3)  # (BH, C, S, S)
     # min(pairs, 0): later keys, which do not count, could overflow. The gradient at 0, where the key itself is the
     # largest one, is 1; with a clamp it depends on the version of PyTorch.
     pairs = pairs - pairs.relu()
@@ -241,7 +241,7 @@ def _causal_segment(
     phi_q, log_factor = features.of_query(tokens.query)
     phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
     dtype = phi_k.dtype
-    value = pad(tokens.value.to(dtype), (0, _ONES), value=1.0)
+    value = pad(tokens.value.to(dtype), (0, _ONES), value=1.0)  # (BH, N, Dv + 8)
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, S, .)
     factors = None if log_weight is None else _factors(log_weight, size, None if state is None else state.log)
     weighted = value if factors is None else value * factors.of_key.to(dtype)  # (BH * C, S, Dv + 8)
@@ -251,8 +251,8 @@ def _causal_segment(
 
     def all_sums(phi_q: Tensor) -> Tensor:
         """Sum values and, in the last columns, weights for each query: (BH, N, Dv + 8)."""
-        pairs = torch.bmm(phi_q, phi_k.mT).tril_()
-        earlier = torch.bmm(phi_q, states)
+        pairs = torch.bmm(phi_q, phi_k.mT).tril_()  # (BH * C, S, S)
+        earlier = torch.bmm(phi_q, states)  # (BH * C, S, F) @ (BH * C, F, Dv + 8) -> (BH * C, S, Dv + 8)
         if factors is not None:
             pairs = pairs * factors.of_pairs.to(dtype)
             earlier = earlier * factors.of_query.to(dtype)
@@ -271,14 +271,14 @@ def _causal_segment(
 def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) -> tuple[Tensor, Tensor]:
     """Add up sums of chunks, before each chunk (BH, C, F * (Dv + 8)) and after the last chunk (BH, 1, .)."""
     batch_heads, num_chunks, _ = sums.shape
-    start = None if state is None else state.sums.flatten(1).unsqueeze(1)
+    start = None if state is None else state.sums.flatten(1).unsqueeze(1)  # (BH, 1, F * (Dv + 8))
     if factors is None:
-        of_chunks = sums.new_ones(num_chunks + 1, num_chunks).tril_(-1).expand(batch_heads, -1, -1)
+        of_chunks = sums.new_ones(num_chunks + 1, num_chunks).tril_(-1).expand(batch_heads, -1, -1)  # (BH, C + 1, C)
     else:
         of_chunks = factors.of_chunks
         start = None if start is None else start * factors.of_start
     # The last row is computed by itself, so that the other rows need no copy.
-    both = torch.bmm(of_chunks[:, :-1], sums), torch.bmm(of_chunks[:, -1:], sums)
+    both = torch.bmm(of_chunks[:, :-1], sums), torch.bmm(of_chunks[:, -1:], sums)  # (BH, C, .), (BH, 1, .)
     if start is None:
         return both
     return both[0] + (start if factors is None else start[:, :-1]), both[1] + start[:, -1:]
@@ -326,11 +326,12 @@ def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tens
     group_log, group_largest = (
         pad(x, (0, missing), value=EMPTY).unflatten(1, (-1, _GROUP)) for x in (log, largest)
     )  # (BH, G, S)
-    ends = group_log.amax(2)
+    ends = group_log.amax(2)  # (BH, G)
     whole = torch.bmm(torch.exp2(group_log - ends.unsqueeze(2)).to(sums.dtype).flatten(0, 1).unsqueeze(1), groups)
+    # (BH, G, M), (BH, G)
     others, others_log = _sums_of_others(whole.view(len(sums), -1, sums.shape[2]), ends, earlier_only)
     own = torch.bmm(_of_others(group_log.flatten(0, 1), group_largest.flatten(0, 1), earlier_only), groups)
-    factor = torch.exp2(others_log.unsqueeze(2) - group_largest).clamp(max=1.0)
+    factor = torch.exp2(others_log.unsqueeze(2) - group_largest).clamp(max=1.0)  # (BH, G, S)
     both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))  # (BH, G, S, M)
     return both.flatten(1, 2)[:, :num_blocks], largest
 
@@ -347,7 +348,7 @@ def _largest_of_others(log: Tensor, earlier_only: bool) -> Tensor:
 
 def _of_others(log: Tensor, largest: Tensor, earlier_only: bool) -> Tensor:
     """Compute the factor of the sums of block t' in the sums over all others of block t: (BH, T, T)."""
-    factors = torch.exp2((log.unsqueeze(1) - largest.unsqueeze(2)).clamp_(max=0.0))
+    factors = torch.exp2((log.unsqueeze(1) - largest.unsqueeze(2)).clamp_(max=0.0))  # (BH, T, T)
     if earlier_only:
         return factors.tril_(-1)
     return factors.masked_fill_(torch.eye(log.shape[1], dtype=torch.bool, device=log.device), 0.0)
@@ -389,5 +390,5 @@ def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
     phi_k, log_k = features.of_key(key, None)
     logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
     logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
-    logs = logs if log_k is None else logs + log_k.unsqueeze(-2)
+    logs = logs if log_k is None else logs + log_k.unsqueeze(-2)  # (..., Nq, Nk)
     return logs / LOG2_E

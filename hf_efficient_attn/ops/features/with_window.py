@@ -129,7 +129,7 @@ def feature_attention(
     if call.window_size:
         return _windowed(query, key, value, key_mask, call, state)
 
-    mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)
+    mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)  # (BH, Nk)
     tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)  # (BH, N, .)
     features = call.features(query)
     if not call.is_causal and features.directions is not None:
@@ -173,7 +173,7 @@ def _windowed(
     if isinstance(state, WindowState):  # prepend the tokens in the window of the first query; their outputs are dropped
         first = state.key.shape[2]
         key_mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-        key_mask = torch.cat((state.valid[:, 0] > 0, key_mask), 1)
+        key_mask = torch.cat((state.valid[:, 0] > 0, key_mask), 1)  # (B, W + N)
         query = pad(query, (0, 0, first, 0))
         key, value = (torch.cat((x.to(y.dtype), y), 2) for x, y in ((state.key, key), (state.value, value)))
     before = None if state is None else FeatureState(state.sums, state.log)
@@ -194,7 +194,7 @@ def _windowed(
     outs = []
     for row, mask in enumerate(key_mask.unsqueeze(1)):  # (1, N)
         own = None if before is None else FeatureState(before.sums[row], before.log[row])
-        tokens = Tokens(query[row], key[row], value[row], None)
+        tokens = Tokens(query[row], key[row], value[row], None)  # (H, N, .)
         outs.append(_over_heads(functools.partial(form, mask=mask), tokens, maps, log_weight, own, **sizes, call=call))
     return torch.stack(outs)[:, :, first:]
 
@@ -260,15 +260,15 @@ def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor
 
 
 def read_state(query: Tensor, state: State, call: FeatureCall) -> Tensor:
-    """Compute attention of queries (B, H, N, D) to a state's tokens. With a window N is 1: the newest token's query."""
+    """Compute attention of queries (B, H, N, D) to a state's tokens. With a window they belong to the newest token."""
     query = query.to(state.sums.dtype)
     far = query_state(query, FeatureState(state.sums, state.log), call.features(query), call.dropout_p)
     if not isinstance(state, WindowState):
         return far.out
-    blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))  # (BH, 1, 1 or W, .)
-    bias = mask_bias(state.valid.flatten(0, 1)[:, None, None] > 0, query.dtype)
+    blocks, keys, values = (x.flatten(0, 1).unsqueeze(1) for x in (query, state.key, state.value))  # (BH, 1, N or W, .)
+    bias = mask_bias(state.valid.flatten(0, 1)[:, None, None] > 0, query.dtype)  # (BH, 1, 1, W)
     near = attend(blocks, keys, values, bias, scale=call.scale, dropout_p=call.dropout_p)
-    near = Partial(*(x.squeeze(1).unflatten(0, query.shape[:2]) for x in near))
+    near = Partial(*(x.squeeze(1).unflatten(0, query.shape[:2]) for x in near))  # (B, H, N, Dv), (B, H, N)
     return merge(near, Partial(far.out, far.lse + call.log_weight_for(query))).out
 
 
@@ -296,9 +296,10 @@ def sharded_feature_attention(
 
 def _of_all(state: FeatureState, shards: Shards, is_causal: bool) -> FeatureState:
     """Return the state of the tokens of all processes, or of the processes before this one."""
+    # (processes, B, H, F * (Dv + 8) + 1)
     packed = gather(torch.cat((state.sums.flatten(2), state.log.unsqueeze(2)), 2), shards.group)
-    sums = packed[..., :-1].unflatten(3, state.sums.shape[2:])
-    log = packed[..., -1].detach()
+    sums = packed[..., :-1].unflatten(3, state.sums.shape[2:])  # (processes, B, H, F, Dv + 8)
+    log = packed[..., -1].detach()  # (processes, B, H)
     if is_causal:
         # States are replaced and not left out, so that every process has a gradient to send.
         before = (torch.arange(shards.size, device=log.device) < shards.rank).view(-1, 1, 1)
@@ -315,5 +316,5 @@ def feature_scores_naive(query: Tensor, key: Tensor, call: FeatureCall) -> Tenso
     if not call.window_size:
         return logs
     position = torch.arange(query.shape[2], device=query.device)
-    in_window = (position - position[:, None]).abs() <= call.window_size
+    in_window = (position - position[:, None]).abs() <= call.window_size  # (Nq, Nk)
     return torch.where(in_window, query @ key.mT * call.scale, logs + call.log_weight_for(query).unsqueeze(-1))

@@ -141,10 +141,10 @@ class Attempts:
         """Choose the heads to attempt next."""
         probability = self._probability()  # (L, B, H)
         gain, level = (probability - self._cost).masked_fill(~self._possible, -torch.inf).max(0)  # (B, H) each
-        chance = probability.gather(0, level.unsqueeze(0))[0]
+        chance = probability.gather(0, level.unsqueeze(0))[0]  # (B, H)
         price = self._price(level).masked_fill(gain <= 0, 0.0)
         order = gain.argsort(dim=1, descending=True, stable=True)  # (B, H)
-        is_first = ~self._attempted.any(1, keepdim=True)
+        is_first = ~self._attempted.any(1, keepdim=True)  # (B, 1)
         # Sums over the heads with a larger gain, and the head itself.
         risk, first = (x.gather(1, order).cumsum(1) for x in ((1.0 - chance) * price, price * is_first))
         affordable = ((risk <= self._budget) & (first <= _FIRST_COST)).gather(1, order.argsort(1))
@@ -159,7 +159,7 @@ class Attempts:
         self._attempted = self._attempted | choice.heads
         if bool(first.any()):  # tells something about the other heads of the sequence
             news = ((self._log_bound - expected).masked_fill(~first, 0.0)).sum(1, keepdim=True)
-            news = news / first.sum(1, keepdim=True).clamp(min=1)
+            news = news / first.sum(1, keepdim=True).clamp(min=1)  # (B, 1)
             others = first.any(1, keepdim=True) & ~self._attempted
             # Where nothing was expected, nothing follows for them, and they stay exact.
             self._possible = self._possible & ~(others & expected.isinf())
@@ -176,7 +176,7 @@ class Attempts:
         spread = torch.full_like(self._log_bound, _COPY_SPREAD)
         spread = spread.masked_fill(self._attempted.any(1, keepdim=True), _NEXT_SPREAD)
         spread = spread.masked_fill(self._attempted, _SPREAD)
-        margin = math.log(self._max_error) - self._log_bound + _GROWTH * self._growth.log()
+        margin = math.log(self._max_error) - self._log_bound + _GROWTH * self._growth.log()  # (L, B, H)
         probability: Tensor = torch.special.ndtr(margin / spread)
         return probability
 

@@ -1,23 +1,24 @@
 """Attention to landmarks that represent all keys, and exactly to near keys where landmarks are not enough.
 
-The weight of the nearest of m landmarks c replaces the weight exp(scale <q, k>) of a key:
+A query attends to m landmarks in place of all keys. The nearest landmark c represents a key k:
 
     exp(scale <q, k>)  ~  exp(scale <q, c> - g(c)) exp(g(k) - |x - y|^2 / 2)
 
-for the points x = t sqrt(scale) k and y = t sqrt(scale) c of both. So a query attends to m landmarks. The value and the
-weight of a landmark are the sum of exp(g(k) - |x - y|^2 / 2) [v, 1] over its keys. All weights are positive, so the
-output is a convex combination of values.
+Here x = t sqrt(scale) k and y = t sqrt(scale) c are the points of the key and of the landmark. The first factor is the
+same for all keys of a landmark. The second factor does not depend on the query, so it is summed once: the sum of
+exp(g(k) - |x - y|^2 / 2) [v, 1] over the keys of a landmark gives its value and its weight. All weights are positive,
+so the output is a convex combination of values.
 
-- Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean query q, so that the factors that the landmark
-  replaces vary little.
+- Keys are centered. g(k) = |x|^2 / 2 + `TILT` scale <q, k> for the mean query q. With this g the factors that the
+  landmark replaces vary little.
 - A landmark is the weighted mean of a cluster of keys. Clusters begin with keys that are drawn far from each other
   (`draw_apart`), and some steps of Lloyd's algorithm follow. A key counts more where g is large, because it can have a
   large score.
-- The exact rows of a few probe queries tell how much of the output of each head the landmarks miss. Heads that miss
-  much have near keys: groups of similar queries attend exactly to the keys with the largest scores, and what landmarks
-  count for these keys is subtracted (`hf_efficient_attn.ops.nearfar.landmarks`).
-- Ridge regression, linear in the query, corrects what the outputs of the probes still miss. On activations of BERT this
-  lowers the error by a quarter.
+- The exact outputs of a few queries, the probes, tell how much of the output of each head the landmarks miss. Heads
+  that miss much have near keys: groups of similar queries attend exactly to the keys with the largest scores, and what
+  landmarks count for these keys is subtracted (`hf_efficient_attn.ops.nearfar.landmarks`).
+- A linear function of the query corrects the output. Ridge regression fits it to what the outputs of the probes still
+  miss. On activations of BERT this lowers the error by a quarter.
 """
 
 import math
@@ -46,7 +47,7 @@ from hf_efficient_attn.ops.nearfar.landmarks import (
 )
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
-# Without the near keys, at least this share of the weights of the landmarks must be left. Less is rounding, and the
+# If the near keys leave less than this share of a query's weights on the landmarks, what is left is rounding, and the
 # query attends to its near keys only.
 LEAST_SHARE = 1e-3
 # The ridge of the linear correction, its largest feature, and a small number that is added to the variance of a
@@ -113,7 +114,7 @@ def _attend_to_landmarks(query: Tensor, landmarks: Landmarks, keys: Represented,
     """Compute attention to the landmarks: out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
     bias = keys.bias.view(len(query), 1, 1, -1)  # (BH, 1, 1, m)
     tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], bias
-    out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)
+    out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)  # (BH, 1, Nq, Dv), (BH, 1, Nq)
     return Partial(out[:, 0], lse.mT)
 
 
@@ -163,7 +164,7 @@ def compute_probes(
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
     position = probe_positions(query.shape[1], options.num_probes, key.device)
-    rows = query.index_select(1, position)
+    rows = query.index_select(1, position)  # (BH, P, D)
     bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
     variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
@@ -186,7 +187,7 @@ def _missed_share(out: Tensor, probes: Probes) -> Tensor:
 
     This is the leave-one-out residual of ridge regression.
     """
-    missing = probes.out - out.index_select(1, probes.position)
+    missing = probes.out - out.index_select(1, probes.position)  # (BH, P, Dv)
     left = missing - torch.bmm(probes.basis, torch.bmm(probes.solve, missing))  # (BH, P, Dv)
     left = left / (1.0 - (probes.basis * probes.solve.mT).sum(2, keepdim=True))
     share: Tensor = torch.linalg.vector_norm(left, dim=(1, 2)) / torch.linalg.vector_norm(probes.out, dim=(1, 2))
@@ -202,9 +203,9 @@ def correct_by_probes(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
 
 def _weight_of_probes(missing: Tensor) -> Tensor:
     """Weigh probes by 1, or less if they miss much more than others (Huber 1964): (..., P, Dv) -> (..., P, 1)."""
-    size = torch.linalg.vector_norm(missing, dim=-1, keepdim=True)
+    size = torch.linalg.vector_norm(missing, dim=-1, keepdim=True)  # (..., P, 1)
     # Not below a least size, so that the weight is 1, and has no gradient, where nothing but rounding is missing.
-    limit = (MAX_MISSING * size.median(-2, keepdim=True)[0]).clamp(min=LEAST_VARIANCE)
+    limit = (MAX_MISSING * size.median(-2, keepdim=True)[0]).clamp(min=LEAST_VARIANCE)  # (..., 1, 1)
     weight: Tensor = limit / torch.maximum(size, limit)
     return weight
 
@@ -243,23 +244,23 @@ def near_attention(
         Partials of out (BH, Nq, Dv) and lse (BH, Nq, 1).
     """
     key, value, center, landmark, key_bias = keys
-    flat = near.flatten(1)
+    flat = near.flatten(1)  # (BH, G * w)
     own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
     near_key = take(key, near)  # (BH, G, w, D), (BH, G, w, Dv)
     values = take(value, near)
     exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
     counted = attend(queries, take(center, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-    parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)
-    outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)
+    parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)  # (BH, G, b, 2 Dv + 2)
+    outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)  # (BH, Nq, .) each
     return Partial(outs[0], outs[2]), Partial(outs[1], outs[3])
 
 
 def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Tensor:
-    """Remove `counted`, a part of `far`, and add `exact`; each is out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
+    """Remove `counted`, a part of `far`, and add `exact`; each is out (..., Nq, Dv) and lse (..., Nq, 1)."""
     with torch.no_grad():
         ref = torch.maximum(far.lse, exact.lse)
-    of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))
-    total = of_far - of_counted + of_exact  # (BH, Nq, 1)
+    of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))  # (..., Nq, 1) each
+    total = of_far - of_counted + of_exact  # (..., Nq, 1)
     is_rounding = total <= LEAST_SHARE * of_far
     sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
     return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
@@ -279,13 +280,13 @@ def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOpt
         represented = represent(k, v, landmarks)
         probes = compute_probes(q, k, v, options) if options.num_probes else None
         with_near = _heads_with_near_keys(_attend_to_landmarks(q, landmarks, represented, options).out, probes, options)
-        near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)
+        near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)  # (BH, Nq, Nk)
         for head in [] if with_near is None else with_near.tolist():
             own = q[head, None], k[head, None]
             groups = group_queries(own[0] @ directions(own[1]), options.num_groups)
-            means = take(own[0], groups.query).mean(2)
-            keys = find_near_keys(means, own[1], options.block_size, options.scale)[0]
-            group = groups.slot[0] // groups.query.shape[2]
+            means = take(own[0], groups.query).mean(2)  # (1, G, D)
+            keys = find_near_keys(means, own[1], options.block_size, options.scale)[0]  # (G, w)
+            group = groups.slot[0] // groups.query.shape[2]  # (Nq,)
             near[head] = near[head].scatter(1, keys[group], True)
     tensors = query.double(), key.double(), value.double(), landmarks.choice, represented.landmark, near
     return torch.stack([_naive_head(head[:3], head[3:], options) for head in zip(*tensors, strict=True)])
@@ -295,8 +296,8 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     query, key, value = tensors
     choice, landmark, near = chosen
     key = key - key.mean(0)
-    c, tilt = landmarks_naive(query, key, choice, options)
-    exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)
+    c, tilt = landmarks_naive(query, key, choice, options)  # (m, D), (D,)
+    exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)  # (Nq, Nk) each
     scores = torch.where(near, exact, of_landmarks)  # (Nq, Nk)
     out = scores.softmax(1) @ value
     rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
@@ -312,10 +313,10 @@ def correct_by_probes_naive(
         return out
     probe = probe_positions(len(query), options.num_probes, query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
-    features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))
+    features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))  # (Nq, D + 1)
     basis = features[probe]
-    missing = scores[probe].softmax(1) @ value - out[probe]
+    missing = scores[probe].softmax(1) @ value - out[probe]  # (P, Dv)
     ridge = LINEAR_RIDGE * torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
-    solve = torch.linalg.inv(basis.T @ basis + ridge) @ basis.T
+    solve = torch.linalg.inv(basis.T @ basis + ridge) @ basis.T  # (D + 1, P)
     result: Tensor = out + features @ solve @ (missing * _weight_of_probes(missing))
     return result

@@ -7,8 +7,8 @@ does not even depend on the length of the sequence. A query attends to
 
 - its own block and the block before it, exactly;
 - the near keys exactly: the keys with the largest scores for the group of queries that is most similar to the query.
-  They are found again a few times in an epoch, among all keys before the last two blocks. For the products, queries of
-  a group are put in blocks, in their order, and a block has the near keys that its first query knows;
+  They are found again a few times in an epoch, among all keys before the last two blocks. The queries of a group are
+  cut into blocks, in their order. All queries of a block have the near keys that its first query knows;
 - all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.nearfar.bidirectional`), the
   nearest landmark represents a key, and what landmarks count for near keys is subtracted. Each block adds its own keys
   to the sums of the landmarks.
@@ -168,17 +168,18 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
     # For queries of block t, landmarks represent the keys of the prefix and of the t blocks after the prefix.
     last = prefix + (num_blocks - 1) * size
     # Segment 0 is the prefix, and 1, 2, ... are the blocks after it.
-    segment = ((integers(last, key.device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)
+    segment = ((integers(last, key.device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)  # (last,)
     keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
+    # (BH, T, m, Dv), (BH, T, m)
     values, bias = _running(*(x.unflatten(1, (num_blocks, -1)) for x in (keys.value, keys.bias)))
     blocks = pad_to_blocks(query[:, start:], size)  # (BH, T, size, D)
     centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, T, m, D)
-    far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), **call), length)
+    far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), **call), length)  # out (BH, L, Dv), lse (BH, L)
 
-    own = (pad_to_blocks(x[:, prefix:], size).flatten(1, 2) for x in (key, value))
+    own = (pad_to_blocks(x[:, prefix:], size).flatten(1, 2) for x in (key, value))  # (BH, (T + 1) size, .)
     own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T, 2 size, .)
     block = torch.ones(size, size, dtype=torch.bool, device=query.device)  # (size, size)
-    causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
+    causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]  # (1, 1, size, 2 size)
     window = _flat(attend(blocks, own_key, own_value, causal, **call), length)
 
     if not chosen.block_size:
@@ -198,7 +199,7 @@ def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         return value, bias
     # Sums of values and of weights, relative to powers of two without a gradient.
     log = (bias.detach() * LOG2_E).clamp(min=EMPTY)
-    weight = (bias * LOG2_E - log).exp2().unsqueeze(3)
+    weight = (bias * LOG2_E - log).exp2().unsqueeze(3)  # (BH, T, m, 1)
     state = torch.cat((value * weight, weight), 3).transpose(1, 2).flatten(0, 1), log.transpose(1, 2).flatten(0, 1)
     # `others` adds up the segments before each one. With an empty one at the end, these are the sums up to each one.
     state = others(FeatureState(pad(state[0], (0, 0, 0, 1)), pad(state[1], (0, 1), value=EMPTY)), earlier_only=True)
@@ -218,7 +219,7 @@ def _flat(blocks: Partial, length: int) -> Partial:
 def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: NearFarOptions) -> tuple[Groups, Tensor]:
     """Put the L queries of an epoch in T blocks of groups, and find each block's near keys: int64 (BH, T, w)."""
     factor = directions(key[:, :prefix])  # (BH, D, F)
-    some = query.index_select(1, even_positions(prefix, min(prefix, _QUERIES), key.device))
+    some = query.index_select(1, even_positions(prefix, min(prefix, _QUERIES), key.device))  # (BH, n, D)
     groups = group_queries(some @ factor, options.num_groups)
     mean = take(some, groups.query).mean(2)  # (BH, G, D)
     blocks, group = _in_blocks(nearest(query[:, epoch.start :] @ factor, mean @ factor), mean.shape[1])
@@ -226,13 +227,13 @@ def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: N
     # The near keys of each span and group, (BH, S, G, w), lie before the last two blocks.
     ends = [start - (epoch.start - prefix) for start in epoch.spans]
     scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)  # (BH, G, Nk)
-    near = [scores[..., :prefix].topk(options.block_size, dim=2, sorted=False)[1]]
+    near = [scores[..., :prefix].topk(options.block_size, dim=2, sorted=False)[1]]  # (BH, G, w)
     for before, end in itertools.pairwise(ends):
         new = torch.arange(before, end, device=key.device).expand(*near[0].shape[:2], -1)
         known = torch.cat((near[-1], new), 2)
         best = scores.gather(2, known).topk(options.block_size, dim=2, sorted=False)[1]
         near.append(known.gather(2, best))
-    span = _spans(epoch, key.device)[blocks.query[:, :, 0]]
+    span = _spans(epoch, key.device)[blocks.query[:, :, 0]]  # (BH, T)
     return blocks, take(torch.stack(near, 1).flatten(1, 2), span * mean.shape[1] + group)
 
 
@@ -257,13 +258,13 @@ def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
     device = group.device
     count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)  # (BH, G)
     count.scatter_add_(1, group, torch.ones_like(group))
-    ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)
-    rank = inverse(group.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, group)
+    ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)  # (BH, G)
+    rank = inverse(group.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, group)  # (BH, L)
     slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank  # (BH, L)
     num_blocks = length // _BLOCK_Q + num_groups  # at most
     query = torch.zeros(batch_heads, num_blocks * _BLOCK_Q, dtype=torch.int64, device=device)
     query.scatter_(1, slot, integers(length, device).expand_as(slot))
-    of_block = torch.searchsorted(ends, integers(num_blocks, device).repeat(batch_heads, 1), right=True)
+    of_block = torch.searchsorted(ends, integers(num_blocks, device).repeat(batch_heads, 1), right=True)  # (BH, T)
     return Groups(query.unflatten(1, (num_blocks, _BLOCK_Q)), slot), of_block.clamp_(max=num_groups - 1)
 
 
@@ -291,7 +292,7 @@ def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, option
     prefix = start - size
     position = torch.arange(end, device=key.device)
     first_near = start + ((position[start:] - start) // size - 1) * size
-    is_far = position < first_near[:, None]
+    is_far = position < first_near[:, None]  # (L, Nk)
     is_later = position > position[start:, None]
 
     with torch.no_grad():
@@ -309,7 +310,7 @@ def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, option
     value = value.double()
     key = key - key[:prefix].mean(0)
     c, tilt = landmarks_naive(query[:prefix], key[:prefix], landmarks.choice[0], chosen)
-    exact, of_landmarks = scores_naive(query[start:], key, c[landmark], tilt, chosen)
+    exact, of_landmarks = scores_naive(query[start:], key, c[landmark], tilt, chosen)  # (L, Nk) each
     scores = torch.where(is_near, exact, of_landmarks).masked_fill(is_later, -torch.inf)
     far = of_landmarks.masked_fill(~is_far, -torch.inf).logsumexp(1, keepdim=True)
     is_rounding = scores.logsumexp(1, keepdim=True) - far <= math.log(LEAST_SHARE)

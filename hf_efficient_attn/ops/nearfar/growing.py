@@ -99,27 +99,27 @@ def add_keys(
         The coreset of all keys together, of the same size. It depends neither on the batch nor on masked keys.
     """
     dtype = coreset.key.dtype
-    new = torch.cat((value.to(dtype), value.new_ones(*value.shape[:2], 1, dtype=dtype)), 2)
+    new = torch.cat((value.to(dtype), value.new_ones(*value.shape[:2], 1, dtype=dtype)), 2)  # (BH, N, Dv + 1)
     if mask is not None:
         new = new.masked_fill(~mask.unsqueeze(2), 0.0)
     points = torch.cat((coreset.key, key.to(dtype)), 1)  # (BH, m + N, D)
     clusters, weights = (torch.cat((old, new), 1) for old in (coreset.clusters, coreset.weights))
     # The kernel exp(<x, y>) takes x = (points - center) * factor. A point without a key becomes 0.
-    count = clusters[..., -1:]
-    center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)
+    count = clusters[..., -1:]  # (BH, m + N, 1)
+    center = (points * count).sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp(min=1.0)  # (BH, 1, D)
     x = (points - center).masked_fill(count <= 0, 0.0)
     factor = _TEMPERATURE * max(abs(scale), _SMALLEST_SCALE) ** 0.5
-    longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()
+    longest = (x * x).sum(2).amax(1)[:, None, None].sqrt()  # (BH, 1, 1)
     factors = factor * ((2.0 * _LARGEST_EXPONENT) ** 0.5 / (factor * longest).clamp(min=1e-30)).clamp(max=1.0)
     x = x * factors
     num_landmarks = coreset.key.shape[1]
     exists = count[..., 0] > 0
-    position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))
+    position, valid = candidate_positions(exists, max(_NUM_CANDIDATES, 2 * num_landmarks))  # (BH, C) each
     pivot, selected = choose_pivots(take(x, position), valid, num_landmarks, draws=draws, batch=batch)
     start = take(x, position.gather(1, pivot))  # (BH, m, D)
     size = slice_size(x.shape[1] * num_landmarks, x.device)
     with torch.autocast(x.device.type, enabled=False):
-        merged = sliced(_merged, x, clusters, weights, start, selected, size=size)
+        merged = sliced(_merged, x, clusters, weights, start, selected, size=size)  # (BH, m, D + 2 (Dv + 1))
     landmark, clusters, weights = merged.split((points.shape[2], clusters.shape[2], clusters.shape[2]), 2)
     return GrowingCoreset(torch.where(clusters[..., -1:] > 0, landmark / factors + center, 0.0), clusters, weights)
 
@@ -139,7 +139,7 @@ def coreset_partial(query: Tensor, coreset: GrowingCoreset, *, scale: float) -> 
     with torch.autocast(query.device.type, enabled=False):
         scores = scale * (query.to(key.dtype) @ key.mT)  # (BH, Nq, m)
         scores = scores.masked_fill((clusters[..., -1] <= 0).unsqueeze(1), -torch.inf)
-        row_max = safe_row_max(scores.detach().amax(2, keepdim=True))
+        row_max = safe_row_max(scores.detach().amax(2, keepdim=True))  # (BH, Nq, 1)
         basis = (scores - row_max).exp()
         positive = basis @ clusters  # (BH, Nq, m) @ (BH, m, Dv + 1)
         signed = basis @ weights
@@ -158,18 +158,18 @@ def _merged(x: Tensor, clusters: Tensor, weights: Tensor, landmark: Tensor, sele
     (BH, m, D), of which those that are `selected`, bool (BH, m), exist.
     """
     count = clusters[..., -1:]  # (BH, N, 1)
-    terms = torch.cat((count * x, count), 2)
+    terms = torch.cat((count * x, count), 2)  # (BH, N, D + 1)
     for _ in range(_NUM_REFINEMENTS):
         landmark = lloyd_step(x, terms, landmark, selected)
     cluster = cluster_sums(nearest(x, landmark, selected), clusters, landmark.shape[1])  # (BH, m, Dv + 1)
     number = cluster[..., -1:]
     alive = (number > 0).to(x.dtype)  # (BH, m, 1)
     landmark = landmark * alive
-    half = 0.5 * (landmark * landmark).sum(2, keepdim=True)
-    kernel = gaussian_kernel(landmark) * alive * alive.mT
+    half = 0.5 * (landmark * landmark).sum(2, keepdim=True)  # (BH, m, 1)
+    kernel = gaussian_kernel(landmark) * alive * alive.mT  # (BH, m, m)
     kernel = kernel + torch.diag_embed(1.0 - alive.squeeze(2))
-    missing = alive * ((landmark @ x.mT - half).exp() @ weights) - kernel @ (half.exp() * cluster)
+    missing = alive * ((landmark @ x.mT - half).exp() @ weights) - kernel @ (half.exp() * cluster)  # (BH, m, Dv + 1)
     nystrom = cluster + (-half).exp() * regularized_solve(kernel, missing, _RIDGE)
-    bound = _LARGEST_WEIGHT * cluster.abs().sum(1, keepdim=True).amax(2, keepdim=True)
+    bound = _LARGEST_WEIGHT * cluster.abs().sum(1, keepdim=True).amax(2, keepdim=True)  # (BH, 1, 1)
     safe = nystrom.abs().amax((1, 2), keepdim=True) <= bound
     return torch.cat((landmark, cluster, torch.where(safe, nystrom, cluster)), 2)

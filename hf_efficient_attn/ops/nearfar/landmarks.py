@@ -1,13 +1,14 @@
-"""Landmarks, which are weighted means of clusters of keys, and near keys, which groups of queries attend to exactly.
+"""The choice of landmarks, and groups of similar queries with their near keys.
 
-`hf_efficient_attn.ops.nearfar.bidirectional` explains the choice of landmarks.
+A landmark is the weighted mean of a cluster of keys. `hf_efficient_attn.ops.nearfar.bidirectional` explains the choice.
 
-Similar queries attend mostly to the same keys. So queries are put in groups. A group attends exactly to its near keys,
-the keys with the largest scores for its mean query, next to weighted landmarks for all keys. What landmarks count for
-near keys is subtracted. This needs one landmark per key, so a key has a weight on its nearest landmark only.
+Similar queries attend mostly to the same keys, so queries are put in groups. The near keys of a group are the keys with
+the largest scores for the mean of its queries. The group attends to its near keys exactly, and to all keys through
+landmarks. This counts a near key twice, so its weight on its landmark is subtracted. For this a key has a weight on one
+landmark only, the nearest.
 
-Groups are made by halving: a group is sorted along the direction in which the scores of its queries vary most, and cut
-in the middle, until there are as many groups as asked for.
+Groups are made by halving. Queries are sorted along the direction in which their scores vary most, and are cut in the
+middle. Each half is cut in the same way, until there are as many groups as asked for.
 """
 
 from typing import NamedTuple
@@ -128,12 +129,12 @@ def draw_apart(points: Tensor, size: Tensor, numbers: Tensor, count: int) -> Ten
     picked = []
     sizes = draw_sizes(count, *_GROWING)
     for i, number in enumerate(sizes):
-        index = (weight_left + numbers[i]).topk(number, dim=1)[1]
+        index = (weight_left + numbers[i]).topk(number, dim=1)[1]  # (BH, number)
         picked.append(index)
         if i + 1 < len(sizes):
             log_weight = log_weight.scatter(1, index, -torch.inf)  # no point is drawn twice
             offset = norm.gather(1, index).unsqueeze(2)  # (BH, number, 1)
-            found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)
+            found = torch.baddbmm(offset, take(points, index), points.mT, beta=-1.0, alpha=2.0).amax(1)  # (BH, C)
             closest = found if closest is None else torch.maximum(closest, found)
             left = torch.expm1((closest - norm).clamp(max=0.0))
             weight_left = log_weight + left.clamp(max=-_LEAST_LEFT).abs().log()
@@ -146,20 +147,20 @@ def choose_landmarks(query: Tensor, key: Tensor, options: NearFarOptions) -> Lan
     The clusters have no gradient. The means have one.
     """
     spread = middle_positions(query.shape[1], min(query.shape[1], NUM_QUERIES), key.device)
-    tilt = query.index_select(1, spread).mean(1, keepdim=True) * (TILT * options.scale)
+    tilt = query.index_select(1, spread).mean(1, keepdim=True) * (TILT * options.scale)  # (BH, 1, D)
     count = options.num_samples
     if key.shape[1] > options.num_candidates:
         key = key.index_select(1, even_positions(key.shape[1], options.num_candidates, key.device))
     numbers = gumbel_numbers(count, key.shape[1], options.draws, key.dtype)
     points = key * options.root  # (BH, C, D)
-    size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)
+    size = torch.baddbmm(points.square().sum(2, keepdim=True), key, tilt.mT, alpha=2.0)  # (BH, C, 1)
     size = size - size.amax(1, keepdim=True)
     weight = (size * POWER).clamp(min=LEAST_LOG_WEIGHT).exp()  # (BH, C, 1)
     terms = torch.cat((key * weight, weight), 2)  # (BH, C, D + 1)
 
     def some_heads(key: Tensor, points: Tensor, size: Tensor, terms: Tensor) -> Tensor:
-        pivot = draw_apart(points, size[..., 0], numbers, count)
-        cluster = nearest(points, take(points, pivot))
+        pivot = draw_apart(points, size[..., 0], numbers, count)  # (BH, m)
+        cluster = nearest(points, take(points, pivot))  # (BH, C)
         for _ in range(1, options.num_refinements):
             means = cluster_means(cluster_sums(cluster, terms, count), take(key, pivot))
             cluster = nearest(points, options.root * means)
@@ -199,12 +200,12 @@ def represent(
     count = landmarks.key.shape[1] * num_segments
     own = nearest(key, landmarks.key)  # (BH, Nk)
     offset = (landmarks.key * landmarks.slope).sum(2)  # (BH, m)
-    bias = (key * take(landmarks.slope, own)).sum(2) - offset.gather(1, own)
+    bias = (key * take(landmarks.slope, own)).sum(2) - offset.gather(1, own)  # (BH, Nk)
     place = own if segment is None else own + segment * landmarks.key.shape[1]
     # Weights are relative to the largest one of each landmark, so that none is lost.
     largest = offset.new_full((len(key), count), -torch.inf).scatter_reduce(1, place, bias.detach(), "amax")
     weight = ((bias - largest.gather(1, place)) * LOG2_E).exp2().unsqueeze(2)  # (BH, Nk, 1)
-    sums = cluster_sums(place, torch.cat((value * weight, weight), 2), count)
+    sums = cluster_sums(place, torch.cat((value * weight, weight), 2), count)  # (BH, S m, Dv + 1)
     total = sums[..., -1:].clamp(min=0.5)  # at least 1 with a key
     return Represented(sums[..., :-1] / total, total.squeeze(2).log() + largest, own, bias)
 
@@ -214,8 +215,8 @@ def landmarks_naive(query: Tensor, key: Tensor, choice: Tensor, options: NearFar
     root = options.root
     m = options.num_samples
     spread = middle_positions(len(query), min(len(query), NUM_QUERIES), query.device)
-    tilt = query[spread].mean(0) * (TILT * options.scale)
-    candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]
+    tilt = query[spread].mean(0) * (TILT * options.scale)  # (D,)
+    candidates = key[even_positions(len(key), min(len(key), options.num_candidates), key.device)]  # (C, D)
     c = candidates[choice[:m]]
     if options.num_refinements:
         weight = POWER * ((candidates * root).square().sum(1) + 2.0 * candidates @ tilt)
@@ -230,8 +231,8 @@ def scores_naive(
     query: Tensor, key: Tensor, own: Tensor, tilt: Tensor, options: NearFarOptions
 ) -> tuple[Tensor, Tensor]:
     """Compute scores of queries (Nq, D) for keys (Nk, D), exactly and by the landmark of each key, `own` (Nk, D)."""
-    of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)
-    return options.scale * query @ key.T, options.scale * query @ own.T + of_landmarks
+    of_landmarks = ((key - own) * (tilt + options.root**2 * own)).sum(1)  # (Nk,)
+    return options.scale * query @ key.T, options.scale * query @ own.T + of_landmarks  # (Nq, Nk) each
 
 
 # Queries are compared along this many directions, along which keys vary most. The variance of keys along a direction is
@@ -271,8 +272,8 @@ def directions(key: Tensor) -> Tensor:
     else:
         basis = torch.bmm(square, basis)
     image = torch.bmm(square, basis)  # (BH, D, F)
-    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]
-    factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)
+    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]  # (BH, F, F)
+    factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)  # (BH, D, F)
     return factor
 
 
@@ -296,7 +297,7 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
     points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
         min=torch.finfo(points.dtype).tiny
     )
-    order = sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), device))
+    order = sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), device))  # (BH, G b)
     slot = inverse(order)
     if count == length:
         return Groups(order.unflatten(1, (1 << levels, -1)), slot)
@@ -320,6 +321,6 @@ def _halves(points: Tensor, levels: int) -> Tensor:
         x = x - x.mean(1, keepdim=True)
         # Five steps of the power method, from the direction in which all points vary most.
         power = matrix_power(torch.bmm(x.mT, x), 2, rescales=False)  # (groups, F, F)
-        place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]
-        order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)
+        place = torch.bmm(x, power[..., :1]).sort(dim=1, stable=True)[1]  # (groups, members, 1)
+        order = order.gather(1, place.squeeze(2)).view(2 * len(order), -1)  # (2 groups, members / 2)
     return order.view(batch_heads, length) % length

@@ -78,13 +78,13 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
     schedule = attempts.Attempts(
         *shape, kv_len, columns=forms.columns, length=forms.length, max_error=forms.max_error, device=device
     )
-    if kv_len > 2 * NUM_KEYS:  # in a sequence that is hardly longer than its copy, an attempt costs less than it
+    if kv_len > 2 * NUM_KEYS:  # in shorter sequences an attempt costs less than the copy
         schedule.expect(widened(screening_error(*heads, scale=scale)).view(shape))
     out = heads.value.new_empty(batch_heads, q_len, heads.value.shape[2])
     columns = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     choice = schedule.choose()
     while bool(choice.heads.any()):
-        bounds = torch.full(shape, torch.inf, dtype=widened(heads.value[:0]).dtype, device=device)
+        bounds = torch.full(shape, torch.inf, dtype=widened(heads.value[:0]).dtype, device=device)  # (B, H)
         for level, count in enumerate(schedule.columns):
             index = (choice.heads & (choice.level == level)).flatten().nonzero()[:, 0]
             if len(index):
@@ -114,8 +114,8 @@ def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, num_ro
     probe = probe_positions(q_len, forms.num_probes, device)
     available = torch.ones(1, q_len, dtype=torch.bool, device=device).index_fill(1, probe, False)
     rows = sample_rows(1, q_len, num_rows, available, num_heads=1, draws=forms.draws)
-    index, valid, population = (x.expand(len(query), -1) for x in rows)
-    exact = attend(take(query, index)[:, None], key[:, None], value[:, None], scale=scale).out[:, 0]
+    index, valid, population = (x.expand(len(query), -1) for x in rows)  # (BH, R), (BH, R), (BH, 1)
+    exact = attend(take(query, index)[:, None], key[:, None], value[:, None], scale=scale).out[:, 0]  # (BH, R, Dv)
     bound = row_error(take(approximate, index), exact, valid, population).bound
     if num_rows > attempts.NUM_ROWS:
         return bound

@@ -1,9 +1,13 @@
 """An exact near field and a far field of sampled keys, in the bidirectional form.
 
-The queries are cut into blocks, in the order of a hash or in the order of their positions. Each block attends exactly
-to its near field, one block of `block_size` keys in the same kind of order, and to its far field, sampled keys outside
-of the near field. Both share one softmax. `NearField` and `FarField` are the plan, which is computed without a
-gradient. The readable form, `dense_log_weights`, uses the same plan.
+Queries and keys are sorted by a hash, or stay in the order of their positions. The queries are cut into blocks. A block
+of queries attends to two sets of keys, which share one softmax:
+
+- its near field, `block_size` keys that follow one another in their order, exactly;
+- its far field, keys that are sampled outside of the near field.
+
+A `NearField` and a `FarField` are the plan of a call, which is computed without a gradient. The readable form,
+`dense_log_weights`, uses the same plan.
 """
 
 import math
@@ -36,8 +40,8 @@ NUM_ROWS = 32
 # The number of exact rows of a head if these also are the probes. They are not spread evenly over the groups, and with
 # 32 of them the error of KDEformer on BERT with 4,096 tokens is 2 % larger.
 _PROBED_ROWS = 48
-# The blocks of a hash must leave less than the window, by this factor and this difference. So rounding, which differs
-# between batches, never decides between equal near fields, as for queries that are all 0.
+# A head gets blocks of a hash only if they leave less to the far field than a window, by this factor and difference. If
+# both leave the same, as for queries that are all 0, rounding would decide, which differs between batches.
 _CLEARLY = 0.99**0.5
 _LEAST = 1e-3
 # The offsets of a head's blocks are multiples of the plastic ratio modulo 1. (Heads use multiples of the golden ratio.)
@@ -85,18 +89,18 @@ def make_plan(
         if isinstance(near.num_keys, Tensor):
             # Sequences whose valid keys fit into the budget attend to all of them, as they would without padding.
             # Every block of queries gets the last block of keys. The keys before it are all sampled, with weight 1.
-            short = near.num_keys <= near.block_k + num_samples
+            short = near.num_keys <= near.block_k + num_samples  # (BH, 1)
             before = (near.num_keys - near.block_k).clamp(min=0)
             near = near._replace(start=torch.where(short, before, near.start))
         num_blocks = 1 if options.shared else near.start.shape[1]
-        offset = options.draws.offsets(query.shape[0] // options.batch, _SAMPLES).unsqueeze(1)
+        offset = options.draws.offsets(query.shape[0] // options.batch, _SAMPLES).unsqueeze(1)  # (H, 1)
         offset = (offset + _TURN * integers(num_blocks, query.device).to(offset.dtype)).frac().repeat(options.batch, 1)
         if not num_samples or (kind == "uniform" and not (options.shared or options.independent)):
             return near, sample_outside(near, num_samples, offset, accumulation_dtype(query.dtype))
         scores, group = sampling_scores(query, key, value, key_mask, near, rows, options)
         if short is not None and before is not None:
-            only = (integers(key.shape[1], key.device) < before).to(scores.dtype).unsqueeze(1)
-            scores = torch.where(short.unsqueeze(2), only, scores)
+            only = (integers(key.shape[1], key.device) < before).to(scores.dtype).unsqueeze(1)  # (BH, 1, Nk)
+            scores = torch.where(short.unsqueeze(2), only, scores)  # (BH, G, Nk)
         far = sample_keys(scores, offset, options, group)
         if short is not None and options.independent:
             # Sampling with replacement would not take every remaining key.
@@ -124,7 +128,7 @@ def plan_window(
     device = query.device
     block_q = max(1, block_k // 2) if block_q is None else block_q
     first = torch.arange(ceil_div(q_len, block_q), device=device) * block_q - (block_k - block_q) // 2
-    start = first.clamp_(0, kv_len - block_k).expand(batch_heads, -1)
+    start = first.clamp_(0, kv_len - block_k).expand(batch_heads, -1)  # (BH, T)
     if key_mask is None:
         return NearField(None, None, start, block_q, block_k, kv_len, q_len)
     order = valid_first(key_mask)
@@ -158,9 +162,9 @@ def plan_near_field(
         return window, None
     lsh = plan_lsh(query, key, block_k, key_mask, num_hashes, options.draws, window.block_q)
     assert lsh.query_order is not None and lsh.key_order is not None
-    ranks, valid = _spread_queries(window, query.shape, num_rows, options.draws)
+    ranks, valid = _spread_queries(window, query.shape, num_rows, options.draws)  # (BH, R) each
     positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
-    weights = row_weights(query, key, positions, key_mask, options)
+    weights = row_weights(query, key, positions, key_mask, options)  # (BH, R, Nk)
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
     near_of_window = near_keys(window, ranks)  # (BH, R, block_k) each
     near_of_lsh = near_keys(lsh, of_lsh)
@@ -180,7 +184,7 @@ def plan_near_field(
         key_order=choose(window.key_order, lsh.key_order),
         start=choose(window.start, lsh.start),
     )
-    of_rows = torch.where(take_lsh.unsqueeze(2), near_of_lsh, near_of_window)
+    of_rows = torch.where(take_lsh.unsqueeze(2), near_of_lsh, near_of_window)  # (BH, R, block_k)
     return near, ExactRows(choose(ranks, of_lsh), of_rows, weights, valid)
 
 
@@ -192,7 +196,7 @@ def _spread_queries(window: NearField, shape: torch.Size, num_rows: int, draws: 
     """
     count = min(num_rows, shape[1])
     num_queries = window.num_queries
-    offset = draws.uniform((1, count), _ROWS)
+    offset = draws.uniform((1, count), _ROWS)  # (1, R)
     if isinstance(num_queries, int):
         return stratified_ranks(count, num_queries, offset).expand(shape[0], -1), None
     sampled = num_queries.clamp(1, count)
@@ -234,12 +238,13 @@ def probe_norms(
     """
     groups = options.groups
     batch_heads = query.shape[0]
-    group = query_groups(near, groups)
+    group = query_groups(near, groups)  # (1 or BH, T)
     if rows is None:
         offset = options.draws.offsets(batch_heads // options.batch, _PROBES).repeat(options.batch)
         # The first block of each group, and the end of the last one.
-        first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))
-        bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)
+        first = torch.searchsorted(group, integers(groups + 1, query.device).repeat(len(group), 1))  # (1 or BH, G + 1)
+        bounds = (first * near.block_q).clamp_(max=near.num_queries).unsqueeze(2)  # (1 or BH, G + 1, 1)
+        # (BH, G, R / G)
         index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
         index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)  # (BH, R)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
@@ -247,7 +252,7 @@ def probe_norms(
         rows = ExactRows(index, near_keys(near, index), weights)
         group_of_row = integers(groups, query.device).repeat_interleave(index.shape[1] // groups).expand_as(index)
     else:
-        group_of_row = group.expand(batch_heads, -1).gather(1, rows.sorted_index // near.block_q)
+        group_of_row = group.expand(batch_heads, -1).gather(1, rows.sorted_index // near.block_q)  # (BH, R)
     member: Tensor = group_of_row.unsqueeze(1) == integers(groups, query.device)[:, None]  # (BH, G, R)
     num_rows: Tensor | int = rows.weights.shape[1]
     if rows.valid is not None:
@@ -288,7 +293,7 @@ def sampling_scores(
         scores = torch.ones(key.shape[:2], dtype=accumulation_dtype(value.dtype), device=key.device).unsqueeze(1)
         scores = scores if key_mask is None else scores * key_mask.unsqueeze(1)
     else:
-        scores = column_scores(value, norms, key_mask)
+        scores = column_scores(value, norms, key_mask)  # (BH, G, Nk)
     if near.key_order is not None:
         scores = scores.gather(2, near.key_order.unsqueeze(1).expand_as(scores))
     return scores, group
@@ -323,8 +328,8 @@ def near_far_attention(
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
         near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
-    index = torch.cat((near_index, far_index), 2)
-    bias = torch.cat((near_bias, far_bias), 2)[:, :, None]
+    index = torch.cat((near_index, far_index), 2)  # (BH, T, block_k + M)
+    bias = torch.cat((near_bias, far_bias), 2)[:, :, None]  # (BH, T, 1, block_k + M)
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
 

@@ -123,7 +123,7 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
             probes = probes.float()
             key = key.float()
         weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)  # (BH J, p, L)
-        norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)
+        norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)  # (BH J, 1, L)
     elif options.scores == "uniform":
         return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)
     return column_scores(value.flatten(0, 1), norms, None)
@@ -141,7 +141,7 @@ def _interval_norms(query: Tensor, key: Tensor, options: SamplingOptions) -> Ten
 
 def _ranks(options: SamplingOptions, batch_heads: int, count: int, length: int, stream: int) -> Tensor:
     """Draw one index in each of `count` equal strata of `length` tokens, by an offset per head: int64 (BH, count)."""
-    offset = options.draws.offsets(batch_heads // options.batch, stream).unsqueeze(1)
+    offset = options.draws.offsets(batch_heads // options.batch, stream).unsqueeze(1)  # (H, 1)
     return stratified_ranks(count, length, offset).repeat(options.batch, 1)
 
 
@@ -182,20 +182,20 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
             else:
                 scores = _interval_scores(queries, keys, values, level, options)
                 offset = options.draws.offsets(batch_heads // options.batch, stream).repeat(options.batch)
-                offset = offset.repeat_interleave(count).unsqueeze(1)
+                offset = offset.repeat_interleave(count).unsqueeze(1)  # (BH J, 1)
                 far = sample_keys(scores, offset, options._replace(num_samples=num_samples))
-                far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))
+                far = FarField(*(x.unflatten(0, (batch_heads, count)).squeeze(2) for x in far))  # (BH, J, M) each
             plan = IntervalPlan(level, *far)
             if num_hashes and num_samples < length:
                 block_k = max(1, block_size // 2)
                 hashed = (num_hashes, options.draws)
-                sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)
+                sorted_keys, order = hash_keys(keys.flatten(0, 1), *hashed).sort(stable=True)  # (BH J, L) each
                 # The rank of the query's cell is its sorting key without the share of its position.
                 seeing = _seen_by(later, count, length)
                 cell = hash_keys(seeing.flatten(0, 1), *hashed).floor_().to(sorted_keys.dtype)
                 # Take the middle of the cell's keys: the query's rank in the cell would depend on later queries.
                 low, high = (torch.searchsorted(sorted_keys, x) for x in (cell, cell + 1))
-                block = ((low + high) // 2).clamp_(max=length - 1) // block_k
+                block = ((low + high) // 2).clamp_(max=length - 1) // block_k  # (BH J, L)
                 plan = IntervalPlan(level, *far, order.view(keys.shape[:3]), block.view(seeing.shape[:3]), block_k)
             plans.append(plan)
         return plans
@@ -234,7 +234,7 @@ def causal_near_far_attention(
             length = block_size << plan.level
             seeing = _seen_by(queries, count, length)  # (BH, J, L or less, D)
             if plan.query_block is None:
-                index = plan.sample_index + (integers(count, key.device) * 2 * length)[:, None]
+                index = plan.sample_index + (integers(count, key.device) * 2 * length)[:, None]  # (BH, J, M)
                 keys = take(key, index)  # (BH, J, M, .)
                 values = take(value, index)
                 part = attend(seeing, keys, values, plan.log_weight.unsqueeze(2), **call)
@@ -259,7 +259,7 @@ def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, ca
     key, value = (pad_to_blocks(x, block_size) for x in (key, value))
     key, value = (torch.cat((x[:, :-1], x[:, 1:]), 2) for x in (key, value))  # (BH, T, 2 block_size, .)
     block = torch.ones(block_size, block_size, dtype=torch.bool, device=query.device)  # (block_size, block_size)
-    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]
+    bias = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]  # (1, 1, block_size, 2 block_size)
     out, lse = attend(query, key, value, bias, **call)
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
@@ -290,22 +290,22 @@ def _hashed_and_sampled(
         x.flatten(0, 1)
         for x in (queries, key, value, plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)
     )
-    slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)
+    slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)  # (S, L), (S, T)
     num_blocks = block_of_slots.shape[1]
     q_len = queries.shape[1]
     # An unused slot gets the query at index `q_len`, which is padding.
-    query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)
+    query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)  # (S, T * block_k)
     query_of_slot.scatter_(1, slot, integers(q_len, device).expand_as(slot))
     grouped = take(pad(queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))  # (S, T, block_k, D)
     sorted_index = block_of_slots[:, :, None] * block_k + integers(block_k, device)  # (S, T, block_k)
-    near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)
+    near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)  # (S, T, block_k)
     block_of_sample = inverse(key_order).gather(1, index) // block_k  # (S, M)
     in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]  # (S, T, M)
-    far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)
+    far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)  # (S, T, M)
     bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
     key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)  # (S, T, block_k + M)
     out, lse = attend(grouped, take(key, key_index), take(value, key_index), bias, **call)
-    out = take(out.flatten(1, 2), slot)
+    out = take(out.flatten(1, 2), slot)  # (S, L, Dv)
     return Partial(out.unflatten(0, shape[:2]), lse.flatten(1, 2).gather(1, slot).view(shape))
 
 
@@ -333,7 +333,7 @@ def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple
     rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)  # (S, L)
     # Blocks of slots are numbered in the order of the queries that begin them.
     begins = torch.empty_like(order).scatter_(1, order, (rank % size == 0).to(order.dtype))
-    number = (begins.cumsum(1) - 1).gather(1, order).gather(1, sorted_index - rank % size)
+    number = (begins.cumsum(1) - 1).gather(1, order).gather(1, sorted_index - rank % size)  # (S, L)
     slot = torch.empty_like(order).scatter_(1, order, number * size + rank % size)
     # All queries of a block of slots write the same value.
     return slot, order.new_zeros(order.shape[0], num_blocks).scatter_(1, number, sorted_block)
@@ -352,7 +352,7 @@ def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(lses[i], *view).copy_(part.lse)
     # Every query attends to itself, so the softmax is defined, except for padding, where it is NaN.
-    weights = lses.softmax(0)
+    weights = lses.softmax(0)  # (1 + levels, BH, P)
     out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)  # (BH, P, Dv)
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weights[i], *view).unsqueeze(-1))

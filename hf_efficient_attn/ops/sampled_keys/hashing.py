@@ -68,14 +68,14 @@ def hash_keys(x: Tensor, num_hashes: int, draws: Draws, mask: Tensor | None = No
     dtype = torch.float32 if length <= levels else wide_dtype(device)
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.
     # The last hyperplane comes first, and all are negated, so that bit 1 has a negative sign: (r, D).
-    planes = -hyperplanes(x.shape[2], num_hashes, draws).t().flip(0).to(x.dtype)
+    planes = -hyperplanes(x.shape[2], num_hashes, draws).t().flip(0).to(x.dtype)  # (r, D)
     sides = torch.bmm(planes.expand(len(x), -1, -1), x.mT)  # (BH, r, D) @ (BH, D, N) -> (BH, r, N)
     rank = integers(length, device)[None]
     count = torch.full((1, 1), length, device=device)
     if mask is not None:
         rank = mask.cumsum(1) - 1
         count = mask.sum(1, keepdim=True).clamp(min=1)
-    share = rank.to(dtype) / count
+    share = rank.to(dtype) / count  # (1 or BH, N)
     if dtype == torch.float32 and length > levels:  # so that no rounding moves a token to the next cell
         share = (share * levels).floor() / levels
     share = share + (2.0**num_hashes - 1.0) / 2.0  # (1 or BH, N)
@@ -137,7 +137,7 @@ def block_starts(
     device = keys.device
     middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)  # (BH, T)
     of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))  # (BH, T)
-    start = torch.searchsorted(keys, of_middle) - block_k // 2
+    start = torch.searchsorted(keys, of_middle) - block_k // 2  # (BH, T)
     return start.clamp_(max=num_keys - block_k).clamp_(min=0)
 
 
@@ -159,16 +159,16 @@ def rotations(kv_len: int, block_size: int, rounds: int, head_dim: int, draws: D
 
 
 def bucket_halves(num_keys: Tensor, block_size: int, most: int) -> Tensor:
-    """Compute half of each of the two factors of the number of buckets, from 1 to `most`: int64 (B, 1) -> (B, 2).
+    """Compute half of each of the two factors of the number of buckets, from 1 to `most`: int64 (BH, 1) -> (BH, 2).
 
     There are about 2 * num_keys / block_size buckets, so that a bucket has half a block on average (the paper's
     m = 2 l / n_buckets). The first half is the smallest h for which 2h * 2h buckets suffice. The second half is the
     smallest that suffices together with the first.
     """
     smaller = torch.arange(1, most, device=num_keys.device)  # (most - 1,)
-    first = 1 + (2 * block_size * smaller * smaller < num_keys.unsqueeze(-1)).sum(-1)
+    first = 1 + (2 * block_size * smaller * smaller < num_keys.unsqueeze(-1)).sum(-1)  # (BH, 1)
     second = (num_keys + (2 * block_size * first - 1)) // (2 * block_size * first)
-    return torch.cat((first, second.clamp(min=1)), 1)
+    return torch.cat((first, second.clamp(min=1)), 1)  # (BH, 2)
 
 
 def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor | None = None) -> Tensor:
@@ -180,11 +180,12 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
     Takes tokens (BH, N, D) and the results of `rotations` and `bucket_halves`. If `num_keys`, the number of tokens that
     are not 0, int64 (BH or 1, 1), is given, their mean is subtracted from all. Returns int64 (BH, S, N).
     """
-    # A direction that is not used is 0, which is never the largest product: (1 or BH, S, 2, h, D).
-    used = integers(len(directions), x.device) < half.unsqueeze(2)
+    # A direction that is not used is 0, which is never the largest product.
+    used = integers(len(directions), x.device) < half.unsqueeze(2)  # (1 or BH, 2, h)
     directions = directions.permute(1, 2, 0, 3) * used[:, None, :, :, None]  # (1 or BH, S, 2, h, D)
     dtype = accumulation_dtype(x.dtype)
     sizes = directions.shape[1:4]
+    # (BH, S * 2 * h, N)
     projected = directions.flatten(1, 3).to(dtype).expand(x.shape[0], -1, -1) @ x.detach().to(dtype).mT
     if num_keys is not None:  # subtract the mean from the products, because they are fewer numbers
         projected -= projected.sum(2, keepdim=True) / num_keys.clamp(min=1).unsqueeze(2)
@@ -197,7 +198,7 @@ def bucket_codes(x: Tensor, directions: Tensor, half: Tensor, num_keys: Tensor |
         largest = torch.maximum(largest, other)
     index = index.long()
     index += (projected.gather(3, index.unsqueeze(3)).squeeze(3) < 0) * half[:, None, :, None]
-    return index[:, :, 0] * (2 * half[:, 1, None, None]) + index[:, :, 1]
+    return index[:, :, 0] * (2 * half[:, 1, None, None]) + index[:, :, 1]  # (BH, S, N)
 
 
 def _sort(codes: Tensor, share: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -255,9 +256,9 @@ def plan_rounds(
     start = start.unflatten(0, (batch_heads, rounds))  # (BH, S, T)
     if key_mask is None:
         return NearField(query_order, key_order, start, block_size, block_k, kv_len, q_len)
-    short = (num_keys <= rounds * block_k)[:, :, None]
-    disjoint = torch.arange(rounds, device=device)[:, None] * block_k
-    key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)
+    short = (num_keys <= rounds * block_k)[:, :, None]  # (BH, 1, 1)
+    disjoint = torch.arange(rounds, device=device)[:, None] * block_k  # (S, 1)
+    key_order = torch.where(short, valid_first(key_mask)[:, None], key_order)  # (BH, S, Nk)
     start = torch.where(short, disjoint, start)
     return NearField(query_order, key_order, start, block_size, block_k, num_keys, num_queries)
 
@@ -297,10 +298,10 @@ def rounds_attention(
         query_order, key_order, start, num_keys = some
         query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))  # (BH, S, N)
         # The last block is padded with query 0; the result for the padding is not used.
-        queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)
+        queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)  # (BH S, T, block_q, 1)
         queries = queries.view(len(query), rounds, num_blocks, plan.block_q)  # (BH, S, T, block_q)
         index = start.unsqueeze(3) + integers(plan.block_k, query.device)  # (BH, S, T, block_k)
-        masked = None if num_keys is None else index >= num_keys[:, :, None, None]
+        masked = None if num_keys is None else index >= num_keys[:, :, None, None]  # (BH, S, T, block_k)
         index = index.clamp(max=key.shape[1] - 1)
         keys = key_order.gather(2, index.flatten(2)).view_as(index)  # (BH, S, T, block_k)
         # The start of each query's block of keys in each round: (BH, S, Nq).
@@ -359,7 +360,7 @@ def _round_bias(
     for rank, first in earlier:
         # Twice a rank is even and twice the center of a block is odd, because block_k is even. So the distance is at
         # most block_k - 1 within the block of keys, and at least block_k + 1 outside.
-        center = (2 * first + (block_k - 1)).to(acc_dtype)
+        center = (2 * first + (block_k - 1)).to(acc_dtype)  # (BH, T, block_q)
         gap = ((2 * rank).to(acc_dtype)[:, :, None] - center[:, :, :, None]).abs_()  # (BH, T, block_q, block_k)
         # Several operations on one buffer are several times as fast as a masked fill.
         excluded = gap.clamp_(block_k - 1, block_k).sub_(block_k).mul_(_EXCLUDED)

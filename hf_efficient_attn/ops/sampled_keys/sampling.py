@@ -120,9 +120,9 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     """
     acc_dtype = accumulation_dtype(value.dtype)
     tiny = torch.finfo(acc_dtype).tiny
-    scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)
+    scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)  # (BH, 1, Nk)
     if norms is not None:
-        norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)
+        norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)  # (BH, 1)
         scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))  # (BH, G, Nk)
     count: Tensor | int = value.shape[1]
     if key_mask is not None:
@@ -149,14 +149,14 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
     else:
         count = key_mask.sum(1, keepdim=True)
         distance = (count // NORM_VALUES).clamp(min=1)
-        rank = distance // 2 + integers(min(kv_len, 2 * NORM_VALUES), value.device) * distance
+        rank = distance // 2 + integers(min(kv_len, 2 * NORM_VALUES), value.device) * distance  # (BH, n)
         # The key of rank r is the first with r + 1 valid keys up to it.
         index = torch.searchsorted(key_mask.cumsum(1), rank + 1).clamp(max=kv_len - 1)
         valid = rank < count
-        sample = take(value, index).to(acc_dtype).masked_fill(~valid.unsqueeze(2), 0.0)
+        sample = take(value, index).to(acc_dtype).masked_fill(~valid.unsqueeze(2), 0.0)  # (BH, n, Dv)
         # The quotient of integers would have float32.
         factor = count.to(acc_dtype) / valid.sum(1, keepdim=True).clamp(min=1)
-    norm: Tensor = torch.linalg.vector_norm(torch.bmm(sample.mT, sample), dim=(1, 2)).unsqueeze(1)
+    norm: Tensor = torch.linalg.vector_norm(torch.bmm(sample.mT, sample), dim=(1, 2)).unsqueeze(1)  # (BH, 1)
     return norm * factor
 
 
@@ -174,10 +174,10 @@ def query_groups(near: NearField, groups: int) -> Tensor:
     Returns:
         int64 (BH or 1, T), the group of each block.
     """
-    valid_blocks = (near.num_queries + near.block_q - 1) // near.block_q
+    valid_blocks = (near.num_queries + near.block_q - 1) // near.block_q  # (BH, 1)
     valid_blocks = valid_blocks if isinstance(valid_blocks, int) else valid_blocks.clamp_(min=1)
     # The last clamp is for blocks without a valid query, whose output is not used.
-    group = integers(near.start.shape[1], near.start.device)[None] * groups // valid_blocks
+    group = integers(near.start.shape[1], near.start.device)[None] * groups // valid_blocks  # (1 or BH, T)
     return group.clamp_(max=groups - 1)
 
 
@@ -207,13 +207,13 @@ def density_norms(
         queries, keys = split_scale_evenly(query[a].masked_fill(~valid_query[:, None], 0.0), key[a], options.scale)
         found = norms(queries[valid_query], keys[valid], options.draws.value)
         log_norms, log_sums = (x.double() for x in found)
-        logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)
+        logs = torch.full_like(queries[:, 0], -torch.inf).masked_scatter(valid_query, -2.0 * log_sums)  # (Nq,)
         order = integers(len(logs), key.device) if near.query_order is None else near.query_order[a]
-        index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]
-        blocks = pad(order, (0, len(index) * block_q - len(order)), value=-1).view(-1, block_q)
+        index = block_keys[a] if near.key_order is None else near.key_order[a][block_keys[a]]  # (T, block_k)
+        blocks = pad(order, (0, len(index) * block_q - len(order)), value=-1).view(-1, block_q)  # (T, block_q)
         weight = logs[blocks].masked_fill(blocks < 0, -torch.inf)
         pairs = 2.0 * queries[blocks] @ keys[index].mT + weight[:, :, None]  # (T, block_q, block_k)
-        near_norms = torch.zeros_like(out[a]).index_add_(0, index.flatten(), pairs.exp_().sum(1).flatten())
+        near_norms = torch.zeros_like(out[a]).index_add_(0, index.flatten(), pairs.exp_().sum(1).flatten())  # (Nk,)
         out[a, valid] = (log_norms.exp() - near_norms[valid]).clamp(min=0.0)
     return out.to(accumulation_dtype(query.dtype)).unsqueeze(1)
 
@@ -253,7 +253,7 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
     start = near.start.unsqueeze(2)
     if not num_samples:
         return FarField(offset[..., :0].unsqueeze(1).to(torch.int64), offset[..., :0].unsqueeze(1).to(dtype))
-    rest = torch.as_tensor(num_keys, device=device).view(-1, 1, 1) - near.block_k
+    rest = torch.as_tensor(num_keys, device=device).view(-1, 1, 1) - near.block_k  # (1 or BH, 1, 1)
     strata_sum = rest.clamp(min=num_samples)  # each stratum has at least one key
     index = strata(integers(num_samples, device), offset.unsqueeze(2), strata_sum, num_samples)  # (BH, T, num_samples)
     log_weight = (widened(strata_sum) / num_samples).log().to(dtype).masked_fill(index >= rest, -torch.inf)
@@ -284,8 +284,8 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
         scores = scores / scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         tiny = 1e-30
     highest, index = scores.topk(min(num_samples, scores.shape[-1]), dim=-1)  # (..., num_samples)
-    rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=acc_dtype)
+    rest = scores.scatter(-1, index, 0.0).sum(-1, keepdim=True, dtype=acc_dtype)  # (..., 1)
     # Sum the scores from rank r on, for r from the last to 0, adding from the smallest to the largest.
-    others = highest.flip(-1).cumsum(-1, dtype=acc_dtype) + rest
+    others = highest.flip(-1).cumsum(-1, dtype=acc_dtype) + rest  # (..., num_samples)
     left = integers(highest.shape[-1], scores.device) + (num_samples - highest.shape[-1] + 1)
     return (scores * (left / others.clamp_(min=tiny)).amax(-1, keepdim=True)).clamp_(max=1.0)
