@@ -7,12 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-# Before anything imports Triton: without a GPU its kernels run in the interpreter.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest_plugins = ["core_suite", "pytester"]
 # The same cases in every run, and with `--hypothesis-profile attack` many cases, which are others in every run.
 settings.register_profile(
@@ -24,6 +20,18 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # A cache folder for this run. The user's folder may have crossovers of this machine, which change what a test computes.
 os.environ["HEA_CACHE"] = os.path.join(tempfile.gettempdir(), f"hf-efficient-attn-tests-{os.getpid()}")
+
+
+def pytest_collectstart() -> None:
+    """Before anything imports Triton: without a GPU its kernels run in the interpreter.
+
+    The process that starts the workers of `-n 2` collects nothing, so that it does not have to import PyTorch and
+    Transformers before they start.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items) -> None:

@@ -14,11 +14,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from instances import FIRST, INSTANCES, Instance
-
-# The rows of the core suite.
-_ROWS = [instance for instance in INSTANCES if instance.core or instance is FIRST[instance.method]]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -60,7 +55,10 @@ def _params(item: pytest.Item) -> dict[str, object]:
 
 def _is_extra(item: pytest.Item) -> bool:
     """Whether a test is about a row of `instances.py` that is not in the core suite."""
-    return any(isinstance(x, Instance) and x in INSTANCES and x not in _ROWS for x in _params(item).values())
+    from instances import FIRST, INSTANCES, Instance  # late: see conftest.py
+
+    rows = [x for x in _params(item).values() if isinstance(x, Instance) and x in INSTANCES]
+    return any(not (row.core or row is FIRST[row.method]) for row in rows)
 
 
 def _values(case: pytest.Item) -> set[tuple]:

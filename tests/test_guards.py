@@ -69,6 +69,24 @@ def test_new_tensors_name_their_dtype():
     assert not unnamed
 
 
+def test_new_tensors_name_their_device():
+    """Otherwise they are on the CPU, where no test without an accelerator notices it."""
+    makes = MAKES_NUMBERS | {"full", "arange", "empty", "tensor", "randint", "randperm"}
+    # Tables and parameters that a model starts from, which it moves, and what is no operand.
+    exempt = {"projections.py", "slices.py", "tracing.py"}
+    unnamed = []
+    for path, text in texts("ops", "methods").items():
+        tree = ast.parse(text)
+        start = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef) and x.name == "initial_parameters"]
+        moved = {id(x) for function in start for x in ast.walk(function)}
+        for call in ast.walk(tree) if path.name not in exempt else ():
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in {f"torch.{name}" for name in makes}:
+                is_number = ast.unparse(call.func) == "torch.tensor" and isinstance(call.args[0], ast.Name)
+                named = any(word.arg in ("device", "out") for word in call.keywords)
+                unnamed += [f"{path.name}:{call.lineno}"] * (not named and not is_number and id(call) not in moved)
+    assert not unnamed
+
+
 def test_a_test_file_imports_no_other():
     """What several of them need is in `tests/helpers`."""
     found = set()

@@ -102,6 +102,22 @@ def test_near_field_is_what_the_method_computes_without_samples(config):
         assert not pairs[1, :, :, 25:].any()
 
 
+@pytest.mark.parametrize("method", ["kdeformer", "hyperattention"])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_window_is_centered_on_its_queries_and_reaches_both_ends(method, padding):
+    query, key, valid = numbers(1, 1, 33, 8), numbers(1, 1, 33, 8, seed=1), 33 - padding
+    config = hea.method_info(method).config_class(block_size=8, num_samples=4, near_field="window")
+    mask = torch.arange(33)[None] < valid
+    pairs = analysis.near_field_pairs(config, query, key, attention_mask=mask)[0, 0, :valid]
+    windows = [tuple(row.nonzero().flatten().tolist()) for row in pairs]
+    assert all(window == tuple(range(window[0], window[0] + 8)) for window in windows)
+    first, *inner, last = sorted(set(windows))
+    assert first[0] == 0 and last[-1] == valid - 1 and len(inner) > 1
+    for window in inner:  # as many keys before its queries as after them
+        queries = [i for i, own in enumerate(windows) if own == window]
+        assert queries[0] - window[0] == window[-1] - queries[-1] > 0
+
+
 def test_residual_is_the_softmax_matrix_outside_the_near_field():
     # Eight well separated clusters of consecutive tokens: the softmax matrix is close to eight blocks of 1/8.
     points, options = 4.0 * torch.eye(8).repeat_interleave(8, 0)[None, None], {"scale": 0.5}

@@ -1,4 +1,4 @@
-"""Budgets bound the cost of a call: its products, sorting and gathers, counted and not timed."""
+"""Budgets bound the cost of a call, counted and not timed, and say which sequences are exact."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from instances import APPROXIMATE, FIRST, inputs
+from hf_efficient_attn.analysis import exact_output
+from instances import APPROXIMATE, FIRST, inputs, relative_error
 from recipes.common.counting import count
 
 LENGTH, HEAD_DIM = 512, 16
@@ -68,3 +69,23 @@ def test_a_budget_bounds_the_cost(method, is_causal):
     else:
         for kind, found, usual in zip(Cost._fields, large, COSTS[method][is_causal], strict=True):
             assert found <= 1.15 * usual + 1, f"with 64 columns {method} costs {found:.0f} ({kind}), not {usual:.0f}"
+
+
+@pytest.mark.parametrize("instance", [i for i in FIRST.values() if i.limit == "exact"], ids=str)
+def test_the_exact_length_is_that_of_the_longest_exact_sequence(instance):
+    """Longer ones are approximated, at least in one of the forms."""
+
+    def error(length: int) -> float:
+        tensors = inputs(q_len=length, dtype=torch.float64)
+        pairs = [
+            (hea.attention(config, *tensors, is_causal=c), exact_output(*tensors, is_causal=c)) for c in instance.forms
+        ]
+        return max(relative_error(*pair) for pair in pairs)
+
+    configs = [instance.config().with_budget(columns) for columns in (5, 6, 8, 9, 13, 20)]
+    if instance.method == "eva":  # its two forms are exact at different lengths
+        sizes = [(window, chunks) for window in (1, 3, 5, 7, 8) for chunks in (2, 7, 16, 31)]
+        configs += [hea.EvaConfig(window_size=window, num_landmarks=chunks) for window, chunks in sizes]
+    for config in configs:
+        length = config.exact_length
+        assert error(length) < 1e-9 and error(length + 1) > 1e-3, f"{length} tokens with {config}"
