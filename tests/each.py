@@ -46,6 +46,10 @@ def refuses(
 def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float) -> Partial:
     """The readable form of `attend`, with the same arguments and result."""
     scores = query @ key.transpose(-1, -2) * scale + (0.0 if bias is None else bias)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - safe_row_max(lse).unsqueeze(-1))
-    return Partial(weights @ value, lse)
+    # Not by logsumexp, whose gradient is NaN if all pairs of a query are excluded.
+    row_max = safe_row_max(scores.detach().amax(-1, keepdim=True))
+    weights = torch.exp(scores - row_max)
+    total = weights.sum(-1, keepdim=True)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    return Partial(weights / total @ value, (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1))

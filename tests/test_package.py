@@ -120,10 +120,11 @@ def test_every_method_has_a_row_in_the_table_of_the_readme():
     assert len(facts) == len(rows)
     infos = [hea.method_info(name) for name in hea.available_methods()]
     yes_or_no = {True: "yes", False: "no"}
-    assert facts == {i.name: [
-        f"[{i.paper}]({i.paper_url})" if i.paper_url else i.paper, i.near, i.far, yes_or_no[i.causal],
-        yes_or_no[i.rectangular],
-    ] for i in infos}  # fmt: skip
+    for i in infos:
+        paper = f"[{i.paper}]({i.paper_url})" if i.paper_url else i.paper
+        cells = [paper, i.near, i.far, yes_or_no[i.causal], yes_or_no[i.rectangular]]
+        assert facts.get(i.name) == cells, f"the row must be: | `{i.name}` | {' | '.join(cells)} |"
+    assert len(facts) == len(infos)
 
 
 def test_metadata():

@@ -26,7 +26,7 @@ class NewMethodConfig(MethodConfig):
 
     method = "new_method"
     title = "New method"
-    paper = "none"
+    paper = "this package"
     year = 2026
     causal = False
     rectangular = True

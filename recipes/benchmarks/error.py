@@ -323,8 +323,11 @@ def error(
         commands.save(draw(rows, title), tradeoff)
         return
     note = f"{title}. Relative operator norm, mean over heads, layers and inputs; {seeds} seeds for random methods.\n"
-    note += f"* worse than answering every query with the mean of the values{' so far' if causal else ''}, {mean:.3f}."
-    commands.report([{**row, "worse": " *" * (row["error"] > mean)} for row in rows], COLUMNS, note, csv=csv)
+    rows = [{**row, "worse": " *" * (row["error"] > mean)} for row in rows]
+    if any(row["worse"] for row in rows):
+        values = "values so far" if causal else "values"
+        note += f"* worse than answering every query with the mean of the {values}, {mean:.3f}."
+    commands.report(rows, COLUMNS, note, csv=csv)
 
 
 if __name__ == "__main__":

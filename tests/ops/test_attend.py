@@ -17,7 +17,7 @@ from each import attend_naive, close
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.attend import GatheredKeys, attend, gathered_attention
-from hf_efficient_attn.ops.backends import fused, products, triton
+from hf_efficient_attn.ops.backends import cpu, fused, products, triton
 from hf_efficient_attn.ops.backends.backend import AttendCall
 from hf_efficient_attn.ops.index import inverse
 from instances import inputs, numbers, padding_mask, relative_error
@@ -76,6 +76,24 @@ def test_output_lse_and_gradients(keys, bias):
         check(keys, bias, dims, with_lse, torch.float32, 3e-5)
     for dtype in (torch.bfloat16, torch.float16):
         check(keys, bias, (16, 16), True, dtype, 0.08)
+
+
+@pytest.mark.parametrize("keys", ["own", "shared"])
+def test_many_keys_with_growing_scores_and_a_block_without_any(keys):
+    """More queries and keys than a tile of a kernel has: a sum that is kept must be scaled anew."""
+    leaves = [numbers(2, 3, 150, 16), *(numbers(2, 3 if keys == "own" else 1, 300, 16, seed=n) for n in (1, 2))]
+    leaves[1] *= torch.linspace(0.1, 4.0, 300).double().unsqueeze(1)
+    bias = numbers(2, 3, 1, 300, seed=3)
+    bias[0, 1] = -torch.inf
+    grad_out, grad_lse = numbers(2, 3, 150, 16, seed=4), numbers(2, 3, 150, seed=5)
+    found = []
+    for form, dtype in ((attend, torch.float32), (attend_naive, torch.float64)):
+        given = [x.to(dtype).requires_grad_() for x in (*leaves, bias)]
+        out, lse = form(*given, scale=0.5)
+        assert (out[0, 1] == 0).all() and (lse[0, 1] == -torch.inf).all()
+        loss = (out * grad_out.to(dtype)).sum() + (lse * grad_lse.to(dtype)).masked_fill(lse == -torch.inf, 0.0).sum()
+        found.append([x.double() for x in (out, lse, *torch.autograd.grad(loss, given))])
+    close(*found, 1e-4)
 
 
 def test_dropout_keeps_the_mean_and_has_the_gradients_of_the_remaining_weights():
@@ -174,11 +192,11 @@ def test_the_first_backend_that_applies_computes_a_call(device, dtype, changes, 
 def test_a_backend_that_is_added_to_the_table_computes_forward_and_backward(monkeypatch):
     """With the calls of a kernel whose backward is another one's, as for a user's device."""
     calls = []
-    cpu = attend_module.BACKENDS[0]
-    own = cpu._replace(
+    kernel = cpu.BACKEND
+    own = kernel._replace(
         name="own",
-        forward=lambda call: calls.append("forward") or cpu.forward(call),
-        backward=lambda *given: calls.append("backward") or cpu.backward(*given),
+        forward=lambda call: calls.append("forward") or kernel.forward(call),
+        backward=lambda *given: calls.append("backward") or kernel.backward(*given),
     )
     monkeypatch.setattr(attend_module, "BACKENDS", (own, *attend_module.BACKENDS))
     query, key = (numbers(2, 3, n, 6, seed=n).requires_grad_() for n in (5, 7))
@@ -221,7 +239,7 @@ def test_a_slice_draws_the_same_in_the_backward_pass():
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_backward_pass_of_a_slice_calls_no_kernel_again(checkpointed, monkeypatch):
     """Unless gradient checkpointing computes the whole call again, which must keep nothing."""
-    calls, backend = [], attend_module.BACKENDS[0]
+    calls, backend = [], cpu.BACKEND
     counted = backend._replace(forward=lambda call: calls.append(0) or backend.forward(call))
     monkeypatch.setattr(attend_module, "BACKENDS", (counted, products.BACKEND))
     tensors = [numbers(4, 1, 20, 6, seed=seed).requires_grad_() for seed in range(3)]
