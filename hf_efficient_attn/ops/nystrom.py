@@ -287,7 +287,7 @@ def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask:
     if out.dtype == value.dtype:
         return out
     # If the landmarks are far from the tokens, the weights are large and can exceed the range of float16.
-    limit = torch.finfo(value.dtype).max
+    limit = min(torch.finfo(x.dtype).max for x in (out, value))
     return out.clamp(-limit, limit).to(value.dtype)
 
 

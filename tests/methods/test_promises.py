@@ -17,7 +17,7 @@ import broken_methods as bad
 import hf_efficient_attn as hea
 import promises
 from attack_cases import PROMISES, attack
-from each import each_form
+from each import each_first_form, each_form
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.backends import devices
@@ -246,16 +246,31 @@ def test_compute_dtype_is_a_call_with_bfloat16(instance, is_causal):
     check_close(ours, other, 0.01)
 
 
-def test_dtype_of_products(monkeypatch):
-    half, single, double = torch.bfloat16, torch.float32, torch.float64
-    x = torch.ones(2)
-    assert [product_dtype(x.to(t)) for t in (half, torch.float16, single, double)] == [half, single, single, double]
+@pytest.fixture
+def medium_precision():
+    """Products of float32 tensors in bfloat16."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    try:
-        assert product_dtype(x) == half
-    finally:
-        torch.set_float32_matmul_precision(before)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@each_first_form
+def test_the_form_with_medium_precision_is_close_to_float64(instance, is_causal, medium_precision):
+    tensors, mask = inputs(**ODD), padding_mask("holes", ODD["batch"], ODD["q_len"])
+    ours, exact = (results(instance, is_causal, mask, x) for x in (tensors, tuple(x.double() for x in tensors)))
+    assert {x.dtype for x in ours} == {torch.float32}
+    if instance.method not in BY_SCORES:
+        check_close(ours, exact, 0.025)
+
+
+def test_dtype_of_products(monkeypatch, medium_precision):
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    x = torch.ones(2)
+    dtypes = (half, torch.float16, single, double)
+    assert [product_dtype(x.to(t)) for t in dtypes] == [half, single, half, double]
+    torch.set_float32_matmul_precision("high")
+    assert [product_dtype(x.to(t)) for t in dtypes] == [half, single, single, double]
     on_device = x.to("meta", torch.float16)
     assert product_dtype(on_device) == torch.float16
     assert sum_dtype(on_device) == single

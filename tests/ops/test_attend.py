@@ -96,6 +96,23 @@ def test_many_keys_with_growing_scores_and_a_block_without_any(keys):
     close(*found, 1e-4)
 
 
+@pytest.mark.parametrize("bias", ["none", "of keys"])
+@pytest.mark.parametrize("value_dim", [8, 5, 11])
+def test_the_layout_of_the_memory_has_no_influence(value_dim, bias):
+    """Blocks of one query, whose numbers may have the layout that PyTorch calls channels-last, and keeps in padding."""
+    tensors = [numbers(3, 4, n, d, seed=n + d) for n, d in ((1, 8), (33, 8), (33, value_dim), (1, value_dim))]
+    given = [] if BIASES[bias] is None else [numbers(*BIASES[bias], seed=3).requires_grad_()]
+    found = []
+    for order in itertools.permutations(range(4)):
+        back = [order.index(i) for i in range(4)]
+        *leaves, grad = (x.permute(order).contiguous().permute(back) for x in tensors)
+        leaves = [*(x.requires_grad_() for x in leaves), *given]
+        out, lse = attend(*leaves, scale=0.3)
+        found.append([out, lse, *torch.autograd.grad((out * grad).sum() + lse.sum(), leaves)])
+    for results in found[1:]:
+        close(results, found[0], 1e-12)
+
+
 def test_dropout_keeps_the_mean_and_has_the_gradients_of_the_remaining_weights():
     query, key, value = (numbers(2, 3, n, 6, seed=n) for n in (5, 7, 7))
 

@@ -79,7 +79,10 @@ def fused_backward(
     key_bias = None if bias is None or mask is not None else bias[:, :, 0]  # (BH, T, Nk)
     further = 0 if grad_lse is None else 2
     wide = widen(query.to(dtype), key.to(dtype), value.to(dtype), key_bias, further, scale)
-    grad_out, out = (pad(x.to(dtype), (0, wide[0].shape[3] - value_dim)) for x in (grad_out, partial.out))
+    # Copies, also without padding: a gradient may be an expanded tensor.
+    grad_out, out = (
+        _contiguous_rows(pad(x.to(dtype), (0, wide[0].shape[3] - value_dim))) for x in (grad_out, partial.out)
+    )
     if grad_lse is not None:  # as a sum of two numbers of the dtype
         out[..., value_dim : value_dim + 2] = -1.0
         grad_out[..., value_dim] = high = grad_lse.to(dtype)
@@ -124,10 +127,8 @@ def widen(
         width += -width % 8
     if key_bias is not None:
         key = key.expand(-1, max(key.shape[1], key_bias.shape[1]), -1, -1)
-    # The kernels assume that the numbers of a token are contiguous.
     query, key, value = (
-        pad(x, (0, width - x.shape[3])) if width > x.shape[3] else (x if x.stride(3) == 1 else x.contiguous())
-        for x in (query, key, value)
+        _contiguous_rows(pad(x, (0, width - x.shape[3])) if width > x.shape[3] else x) for x in (query, key, value)
     )
     if key_bias is not None:
         unit = _unit(query.dtype, scale)
@@ -138,6 +139,11 @@ def widen(
         key[..., dim] = high = column.to(key.dtype)
         key[..., dim + 1] = column - high
     return query, key, value
+
+
+def _contiguous_rows(x: Tensor) -> Tensor:
+    """Make the numbers of each token contiguous, as the kernels assume. `pad` keeps the memory format of its input."""
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _unit(dtype: torch.dtype, scale: float) -> float:
