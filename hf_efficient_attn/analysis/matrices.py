@@ -226,7 +226,7 @@ def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
     """
     if approximate.shape != exact.shape or exact.ndim < 2:
         raise UnsupportedAttentionError(
-            f"relative_error: outputs of one shape (..., N, Dv), not {tuple(approximate.shape)} and {tuple(exact.shape)}"
+            f"give two outputs of one shape (..., N, Dv), not {tuple(approximate.shape)} and {tuple(exact.shape)}"
         )
     exact = exact.double()
     difference = approximate.double() - exact

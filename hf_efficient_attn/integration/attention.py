@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import refusals
+from hf_efficient_attn.integration import refusals, settings
 from hf_efficient_attn.integration.cache import LAYER, MethodLayer, NewKeys
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
@@ -25,14 +25,7 @@ from hf_efficient_attn.integration.inputs import read_mask, refuse_attentions
 from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation, layer_of
 from hf_efficient_attn.integration.learned import NAME, learned_of
 from hf_efficient_attn.integration.model_kinds import WINDOW
-from hf_efficient_attn.integration.settings import (
-    EXACT,
-    first_number,
-    layer_seed,
-    method_at,
-    settings_of,
-    warn_beyond_calibration,
-)
+from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.integration.shards import shard_attention, shards_of
 from hf_efficient_attn.methods import MethodConfig, attention, get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice
@@ -110,7 +103,7 @@ def read_call(
         is_causal=bool(is_causal) and not location.is_cross,
         scale=scale,
         dropout_p=dropout if module.training else 0.0,
-        seed=layer_seed(location.layer),
+        seed=settings.layer_seed(location.layer),
         window=window,
         distance_bias=distance_bias,
     )
@@ -167,7 +160,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
                 why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
                 refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
             keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
-            warn_beyond_calibration(settings_of(getattr(module, "config", None), name), *keys)
+            settings.warn_beyond_calibration(settings.settings_of(getattr(module, "config", None), name), *keys)
         options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
         if shards is not None:
             parameters = {} if method is None else required_tensors(module, method, call.location.name)
@@ -187,7 +180,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
 def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square: bool) -> MethodConfig | None:
     """The method that computes a call; None for exact attention, of which cross attention warns."""
     config = getattr(module, "config", None)
-    method = method_at(config, name, call.location)
+    method = settings.method_at(config, name, call.location)
     if method is not None and (call.location.is_cross or not (call.is_causal or is_square)):
         reason = refusals.why_cross_attention_is_exact(method, config)
         if reason is not None:
@@ -271,7 +264,9 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     Tensor parallelism gives attention only some of the heads that the module and its config describe. What a method
     draws and has learned for a head depends on its number among all, so an unknown one is refused.
     """
-    total = first_number(getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads")
+    total = settings.first_number(
+        getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads"
+    )
     if total is None or num_heads >= total:
         return None
     sharded = sharded_parameters(module)

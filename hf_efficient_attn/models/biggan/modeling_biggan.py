@@ -23,19 +23,9 @@ from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from hf_efficient_attn.errors import check_positive
+from hf_efficient_attn.models.biggan import layers
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
-from hf_efficient_attn.models.biggan.layers import (
-    BigGANBatchNorm,
-    Lookup,
-    check_truncation,
-    checkpoint_names,
-    conv,
-    leading_vectors,
-    linear,
-    look_up,
-    rows_to_fill,
-    truncated_noise,
-)
+from hf_efficient_attn.models.biggan.layers import BigGANBatchNorm, Lookup, check_truncation, conv, linear, look_up
 from hf_efficient_attn.ops.backends.devices import float64_device
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
@@ -116,9 +106,9 @@ class BigGANGenerator(nn.Module):
         super().__init__()
         channels = config.channel_width
         self.gen_z = linear(config, 2 * config.z_dim, START_SIZE**2 * START_CHANNELS * channels)
-        layers: list[nn.Module] = [BigGANBlock(config, *block) for block in config.blocks]
-        layers.insert(config.attention_layer_position, BigGANAttention(config))
-        self.layers = nn.ModuleList(layers)
+        blocks: list[nn.Module] = [BigGANBlock(config, *block) for block in config.blocks]
+        blocks.insert(config.attention_layer_position, BigGANAttention(config))
+        self.layers = nn.ModuleList(blocks)
         self.bn = BigGANBatchNorm(config, channels, conditional=False)
         # As in the published weights, this convolution keeps the number of channels, and only three are used.
         self.conv_to_rgb = conv(config, channels, channels, kernel_size=3)
@@ -226,7 +216,7 @@ class BigGANModel(PreTrainedModel):
         """
         check_positive("num_samples", num_samples)
         check_positive("batch_size", batch_size)
-        fillings = rows_to_fill(truncations, self.config.n_stats)
+        fillings = layers.rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
         modes = {module: module.training for module in self.modules()}
         sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
@@ -249,9 +239,9 @@ class BigGANModel(PreTrainedModel):
                     for size in sizes:
                         noise_seed = int(torch.randint(2**31 - 1, (), generator=generator))
                         # At truncation 0 all noise is 0.
-                        z = truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed) * bool(truncation)
+                        z = layers.truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed)
                         labels = torch.randint(self.config.num_classes, (size,), generator=generator)
-                        self(z.to(self.device), labels.to(self.device), truncation or 1.0)
+                        self(z.to(self.device) * bool(truncation), labels.to(self.device), truncation or 1.0)
                         bar.update(size)
                     for norm, (mean, square) in moments.items():
                         norm.running_means[rows] = mean.to(norm.running_means)
@@ -289,7 +279,9 @@ class BigGANModel(PreTrainedModel):
             init.zeros_(module.gamma)
 
     def _init_vectors(self, normalized: parametrize.ParametrizationList) -> None:
-        for name, vector in zip(("_u", "_v"), leading_vectors(normalized.original, self.config.eps), strict=True):
+        for name, vector in zip(
+            ("_u", "_v"), layers.leading_vectors(normalized.original, self.config.eps), strict=True
+        ):
             init.copy_(getattr(normalized[0], name), vector)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
@@ -318,7 +310,7 @@ class BigGANModel(PreTrainedModel):
         if not isinstance(known, PreTrainedConfig) and pretrained_model_name_or_path is not None:
             known = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)
         if isinstance(known, BigGANConfig):
-            key_mapping = {**checkpoint_names(known.spectral_norm), **(key_mapping or {})}
+            key_mapping = {**layers.checkpoint_names(known.spectral_norm), **(key_mapping or {})}
         return super().from_pretrained(
             pretrained_model_name_or_path, *args, config=config, key_mapping=key_mapping, **kwargs
         )
