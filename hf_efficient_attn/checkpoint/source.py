@@ -138,8 +138,11 @@ def open_checkpoint(source: "str | os.PathLike[str]", *, allow_pickle: bool = Fa
 
 def _snapshot_of(folder: pathlib.Path) -> pathlib.Path | None:
     """The snapshot in the hub's cache that a folder is, or is in: models--ORG--NAME/snapshots/REVISION; or None."""
-    paths = [path for path in (folder, *folder.parents) if path.match(f"{_CACHED}*/snapshots/*")]
-    return next((path for path in paths if (path.parents[1] / "blobs").is_dir()), None)
+    for path in (folder, *folder.parents):
+        root = path.parent.parent
+        if path.parent.name == "snapshots" and root.name.startswith(_CACHED) and (root / "blobs").is_dir():
+            return path
+    return None
 
 
 def _download(name: str, allow_pickle: bool) -> pathlib.Path:

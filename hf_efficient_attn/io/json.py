@@ -14,7 +14,8 @@ MAX_BYTES = 32 * 2**20
 def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | None = None) -> Any:
     """Read a JSON file; error messages call it `name`, by default its path.
 
-    Refused is one that cannot be read, is larger than `max_bytes`, or is not JSON in UTF-8.
+    Raises:
+        UnsupportedAttentionError: The file cannot be read, is larger than `max_bytes`, or is not JSON in UTF-8.
     """
     name = str(path) if name is None else name
     try:

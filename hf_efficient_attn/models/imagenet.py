@@ -71,7 +71,11 @@ def class_index(name: str | int) -> int:
 
 
 def class_indices(names: Iterable[str | int]) -> Tensor:
-    """Return the indices of several classes, each given as in `class_index`, for `BigGANModel`: (B,), int64."""
+    """Return the indices of several classes, each given as in `class_index`, for `BigGANModel`: (B,), int64.
+
+    Raises:
+        ValueError: as in `class_index`, or `names` is a single string.
+    """
     if isinstance(names, str):
         raise ValueError(f"names must be a list such as [{names!r}]; for a single name use class_index")
     return torch.tensor([class_index(name) for name in names], dtype=torch.int64)

@@ -231,6 +231,9 @@ def uptraining_preset(
         total_steps: see `UptrainingSchedule`.
         **hyperparameters: of the variant; the base takes those that it has. With "nmt" the paper switches only the
             encoder of a translation model: `layers=["encoder"]`.
+
+    Raises:
+        UnsupportedAttentionError: the task, the variant or a hyperparameter is unknown.
     """
     for kind, name, names in (("task of uptraining_preset", task, _TASKS), ("FLuRKA variant", variant, _VARIANTS)):
         if name not in names:

@@ -42,6 +42,9 @@ class BigGANConfig(PreTrainedConfig):
         spectral_norm: False stores plain weights: the weights of a checkpoint with spectral norm are divided by it on
             loading. True keeps the spectral norm as `torch.nn.utils.parametrizations.spectral_norm`, for training.
         initializer_range: standard deviation of new weights.
+
+    Raises:
+        ValueError: the sizes do not form a network.
     """
 
     model_type = "biggan"
@@ -137,6 +140,9 @@ class BigGANConfig(PreTrainedConfig):
         Args:
             name: "biggan-deep-128", "biggan-deep-256" or "biggan-deep-512". `id2label` holds ImageNet's classes.
             **changes: other fields of the configuration.
+
+        Raises:
+            ValueError: the name is unknown.
         """
         if name not in _PUBLISHED:
             raise ValueError(unknown_name("BigGAN", name, list(_PUBLISHED)))

@@ -47,6 +47,9 @@ class T2TViTConfig(PreTrainedConfig):
         token_dropout_prob: dropout after the attention and the MLP of the token stages. None means the published
             models' value: 0.1 in performer stages and 0 in transformer stages.
         hidden_act, layer_norm_eps, initializer_range: as in ViT.
+
+    Raises:
+        ValueError: the sizes do not fit together.
     """
 
     model_type = "t2t_vit"
@@ -121,6 +124,9 @@ class T2TViTConfig(PreTrainedConfig):
             name: t2t_vit_7, _10, _12, _14, _19, _24 (performer stages), t2t_vit_t_14, _19, _24 (transformer stages), or
                 t2t_vit_flurka, the model with 4.3 M parameters of Gupta et al. 2023, Table 6, with transformer stages.
             **changes: arguments of the configuration that differ, such as image_size or num_labels.
+
+        Raises:
+            ValueError: the name is unknown; the message lists the known names.
         """
         if name not in _NAMED:
             raise ValueError(unknown_name("T2T-ViT", name, _NAMED))
