@@ -22,10 +22,15 @@ _CHUNK_ENTRIES = 1 << 25
 
 
 class OrderRatios(NamedTuple):
-    """Ratios of the n-th largest entry of an n x n kernel matrix to smaller entries; inf where float64 overflows."""
+    """Ratios of the n-th largest entry of an n x n kernel matrix to smaller entries; inf where float64 overflows.
 
-    to_double: Tensor  # (...), ratio to the 2n-th largest entry
-    to_next: Tensor  # (...), ratio to the (n+1)-th largest entry
+    Attributes:
+        to_double: (...), ratio to the 2n-th largest entry.
+        to_next: (...), ratio to the (n+1)-th largest entry.
+    """
+
+    to_double: Tensor
+    to_next: Tensor
 
 
 @in_float64
@@ -88,7 +93,17 @@ def order_statistics_ratio(query: Tensor, key: Tensor, *, scale: float | None = 
     much smaller than every entry of the head. The paper finds medians of about 20 and of 1. Its computation meets
     divisions by zero; the logarithms used here do not.
 
-    The arguments and refusals are those of `head_to_tail`, with n at least 2. The ratios are float64 (...).
+    Args:
+        query: (..., n, D), without padding, n at least 2.
+        key: (..., n, D), of the same shape.
+        scale: factor of the scores; 1/sqrt(D) by default.
+
+    Returns:
+        OrderRatios of float64 (...).
+
+    Raises:
+        UnsupportedAttentionError: shapes that do not match, fewer than 2 tokens, or too many tokens for dense (n, n)
+            matrices.
     """
     _check_tokens(query, key)
     num_tokens = query.shape[-2]
@@ -137,7 +152,8 @@ def _check_tokens(query: Tensor, key: Tensor) -> None:
 def singular_values(matrix: Tensor) -> Tensor:
     """Singular values in descending order: (..., N, M) -> float64 (..., min(N, M)).
 
-    What is no floating-point matrix is refused, and one whose decomposition takes more than minutes.
+    Raises:
+        UnsupportedAttentionError: not a floating-point matrix, or one whose decomposition takes more than minutes.
     """
     _check_matrix("singular_values", matrix)
     if min(matrix.shape[-2:]) > _MAX_TOKENS:
@@ -153,7 +169,8 @@ def singular_values(matrix: Tensor) -> Tensor:
 def stable_rank(matrix: Tensor) -> Tensor:
     """|M|_F^2 / |M|_op^2 (KDEformer, section 2): (..., N, M) -> float64 (...), from 1 to the rank; 0 for a zero matrix.
 
-    What is no floating-point matrix is refused, and one that does not fit in memory.
+    Raises:
+        UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.
     """
     _check_matrix("stable_rank", matrix)
     largest = operator_norm(matrix)

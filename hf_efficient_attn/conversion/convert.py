@@ -26,7 +26,7 @@ def convert(
     layers: Sequence[Any] | None = None,
     **hyperparameters: Any,
 ) -> nn.Module:
-    """Switch a model to a method, in place, and return it. The settings are saved with the model.
+    """Switch a model to a method, in place. The settings are saved with the model.
 
     The switch is one transaction: if it fails for any reason, the model is as it was before.
 
@@ -38,6 +38,9 @@ def convert(
         layers: indices of the layers to switch (all others become exact), names such as "encoder", or entries of a mix;
             None for all layers. See `EfficientAttentionConfig`.
         **hyperparameters: replace those of the method or its config.
+
+    Returns:
+        The same model.
 
     Raises:
         UnsupportedAttentionError: the method, a hyperparameter or a layer is unknown, the model does not support the
@@ -100,7 +103,7 @@ def requested_settings(
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
     """Extend the learned position tables of BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and similar models, in place.
 
-    Returns the model, whose config is updated, too. The tokenizer has a `model_max_length` of its own.
+    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
 
     Args:
         model: a Transformers model, or a module that contains some.
@@ -108,6 +111,9 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             and BART (2) have some entries more.
         method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
             positions stay neighbours. "interpolate" stretches it linearly, so that relative positions stay.
+
+    Returns:
+        The same model.
 
     Raises:
         UnsupportedAttentionError: before anything is changed, for a `max_length` that is no integer or smaller than the

@@ -33,19 +33,22 @@ _WHOLE_SEQUENCE = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSen
 def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
     """Divide the sequences of a model over processes; every process holds some consecutive tokens of each sequence.
 
-    The model is changed in place and returned. Afterwards every process calls the model with its part of `input_ids`
-    (or `inputs_embeds`), of `attention_mask` and of whatever else has an entry for each token, in the order of the
-    processes in the group. Attention sees all tokens, and `torch.cat` of all processes' outputs is the output of one
-    process. The shards may have different lengths, but the same batch size. `position_ids` are counted over all
-    processes unless they are given. Padding may be anywhere. The gradient of a parameter in one process is the part
-    that comes from its tokens: sum them over the processes.
+    Afterwards every process calls the model with its part of `input_ids` (or `inputs_embeds`), of `attention_mask` and
+    of whatever else has an entry for each token, in the order of the processes in the group. Attention sees all tokens,
+    and `torch.cat` of all processes' outputs is the output of one process. The shards may have different lengths, but
+    the same batch size. `position_ids` are counted over all processes unless they are given. Padding may be anywhere.
+    The gradient of a parameter in one process is the part that comes from its tokens: sum them over the processes.
 
     A method that registers a sharded form sends only a summary of the keys (a state, landmarks, the keys of a window).
     All others exchange the tokens of all heads for all tokens of some heads, as exact attention does.
 
     Args:
-        model: a Transformers model, or a module that contains one, whose attention is a method of this package.
+        model: a Transformers model, or a module that contains one, whose attention is a method of this package. It is
+            changed in place.
         mesh_or_group: a one-dimensional `DeviceMesh`, or a process group.
+
+    Returns:
+        The model.
 
     Raises:
         UnsupportedAttentionError: the model cannot be divided: exact attention of Transformers, an encoder-decoder,

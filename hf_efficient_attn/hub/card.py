@@ -159,17 +159,21 @@ def _settings_of_parts(
 
 
 def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> pathlib.Path:
-    """Write README.md of a converted checkpoint, from the files in its folder, and return its path.
+    """Write README.md of a converted checkpoint, from its config.json and the result files of commands in its folder.
 
-    The files are config.json, efficient_attention.json, benchmark.json and distillation.json. The same files give the
-    same card, byte for byte. Of a README.md that exists, the part between the markers is replaced, and in the front
-    matter the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. The
-    key `base_model_relation` is not set, because none of its values (adapter, merge, ...) describes a conversion.
+    The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
+    card, byte for byte. Of a README.md that exists, the part between the markers is replaced, and in the front matter
+    the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. The
+    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
+    describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
             exact attention, has an efficient_attention.json, and gets a card that says so.
         name: The title of the card; by default the name of the folder. `push` replaces it by that of the repository.
+
+    Returns:
+        The path of README.md.
 
     Raises:
         UnsupportedAttentionError: It is no converted checkpoint, or a file is damaged. Nothing is written.

@@ -32,15 +32,23 @@ class PushError(OSError):
 
 
 class PushPlan(NamedTuple):
-    """What `push` would send."""
+    """What `push` would send.
 
-    files: tuple[tuple[str, int], ...]  # path in the repository, size in bytes
-    problems: tuple[str, ...]  # what is missing in the card
-    refusals: tuple[str, ...]  # why `push` would refuse the folder
-    # What the card tells its readers to give to `pip install`; None if it is not known, or the card written by hand.
+    Attributes:
+        files: (path in the repository, size in bytes).
+        problems: What is missing in the card.
+        refusals: Why `push` would refuse the folder.
+        install: What the card tells its readers to give to `pip install`; None if that is not known, or if the card was
+            written by hand.
+        card: The text of the card as it would be sent.
+        changes: {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    problems: tuple[str, ...]
+    refusals: tuple[str, ...]
     install: str | None
-    card: str  # as it would be sent
-    # {name: new contents} of files in the folder that `push` writes first, so that they say what to install.
+    card: str
     changes: Mapping[str, bytes]
 
 
@@ -122,6 +130,9 @@ def push(
             version. It is stored in the folder, in efficient_attention.json and the card, where the default is.
         message: The title of the commit.
         token: The hub's token; by default the one that huggingface_hub finds (HF_TOKEN, `hf auth login`).
+
+    Returns:
+        What was sent.
 
     Raises:
         UnsupportedAttentionError: As for `plan_push`, or offline mode is on, or there is no token; or the card could

@@ -25,11 +25,17 @@ _SUBCLASS = "a tensor is nested, or of another subclass of torch.Tensor"
 
 
 class Choice(NamedTuple):
-    """How a call is computed."""
+    """How a call is computed.
 
-    key_mask: Tensor | None  # bool (B, Nk), True for the keys to attend to; None for all keys
-    is_causal: bool  # by its argument or by its mask
-    reason: str  # why the call stays exact; empty if the method computes it
+    Attributes:
+        key_mask: bool (B, Nk), True for the keys to attend to; None for all keys.
+        is_causal: whether it is causal, by its argument or by its mask.
+        reason: why the call stays exact; empty if the method computes it.
+    """
+
+    key_mask: Tensor | None
+    is_causal: bool
+    reason: str
 
 
 def _exact(reason: str) -> Choice:
@@ -37,7 +43,13 @@ def _exact(reason: str) -> Choice:
 
 
 class Chooser(NamedTuple):
-    """Chooses how calls are computed; the fields are those of `SDPAReplacement`."""
+    """Chooses how calls are computed.
+
+    Attributes:
+        config: the method.
+        min_length: calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is
+            faster on this machine.
+    """
 
     config: MethodConfig
     min_length: int | None

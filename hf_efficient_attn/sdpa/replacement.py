@@ -152,7 +152,13 @@ def replace_sdpa(
 def restore_sdpa(model: nn.Module) -> nn.Module:
     """End all replacements of `replace_sdpa` in a model, such as a copy, or a model that `torch.load` has read.
 
-    A replacement that began with a larger model ends in all of it. Returns the model; what is no module is refused.
+    A replacement that began with a larger model ends in all of it.
+
+    Returns:
+        The same model, whose attention is exact.
+
+    Raises:
+        UnsupportedAttentionError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedAttentionError(f"restore_sdpa: give a torch.nn.Module, not {shown(model)}")

@@ -123,14 +123,19 @@ def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def truncated_noise(batch_size: int, dim: int = 128, truncation: float = 1.0, seed: int | None = None) -> Tensor:
     """Sample noise for `BigGANModel`: a normal distribution truncated at 2 standard deviations, times `truncation`.
 
-    It is (batch_size, dim), float32, on the CPU. With a seed, the values equal those of `truncated_noise_sample` in
-    pytorch-pretrained-biggan up to 1e-6.
+    With a seed, the values equal those of `truncated_noise_sample` in pytorch-pretrained-biggan up to 1e-6.
 
     Args:
-        batch_size: number of samples.
+        batch_size: number of samples, B.
         dim: size of a sample, the model's `z_dim`.
         truncation: in (0, 1]. Small values give images that are more typical of their class and vary less.
         seed: None draws from PyTorch's global generator. A seed leaves all global generators untouched.
+
+    Returns:
+        (B, dim), float32, on the CPU.
+
+    Raises:
+        ValueError: `truncation` is outside (0, 1].
     """
     check_truncation(truncation)
     size = (batch_size, dim)

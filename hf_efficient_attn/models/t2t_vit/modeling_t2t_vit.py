@@ -222,10 +222,16 @@ class T2TViTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def set_image_size(self, image_size: int | tuple[int, int]) -> None:
-        """Change the image size, one number of pixels or (height, width), by interpolating the position table in place.
+        """Change the image size of the model in place, by interpolating its position table.
 
         This serves fine-tuning at another size, as the authors do at 384 pixels. Parameters that a method learns get
-        the new size if the model is converted afterwards; one that has learned some for the present size is refused.
+        the new size if the model is converted afterwards.
+
+        Args:
+            image_size: size in pixels, one number or (height, width).
+
+        Raises:
+            ValueError: the images are too small for a token, or a method learned parameters for the present size.
         """
         if any(LEARNED in module._modules for module in self.modules()):
             raise ValueError(
