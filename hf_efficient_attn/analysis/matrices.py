@@ -40,15 +40,10 @@ _CHUNK_QUERIES = 1024
 
 
 class AttentionError(NamedTuple):
-    """Relative error |A - E| / |E| of an output A with respect to the exact output E.
+    """Relative error |A - E| / |E| of an output A with respect to the exact output E."""
 
-    Attributes:
-        operator: (...), in the operator norm.
-        frobenius: (...), in the Frobenius norm.
-    """
-
-    operator: Tensor
-    frobenius: Tensor
+    operator: Tensor  # (...), in the operator norm
+    frobenius: Tensor  # (...), in the Frobenius norm
 
 
 @in_float64
@@ -106,10 +101,7 @@ def near_field_pairs(
 
     The method must have a near field that is a set of pairs: `block_size` or `window_size`. `scale` has an effect with
     `near_field="auto"` only, and `seed` is added to the seed of the config. The other arguments are those of
-    `softmax_matrix`.
-
-    Returns:
-        bool (B, H, Nq, Nk).
+    `softmax_matrix`. The pairs are bool (B, H, Nq, Nk).
 
     Raises:
         UnsupportedAttentionError: a method without a near field, a near field that contains all pairs (the sequence is
@@ -154,13 +146,7 @@ def residual_matrix(
 ) -> Tensor:
     """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
 
-    D is that of the whole matrix A, as in Eq. 11. The arguments are those of `near_field_pairs`.
-
-    Returns:
-        float64 (B, H, Nq, Nk).
-
-    Raises:
-        UnsupportedAttentionError: as `softmax_matrix` and `near_field_pairs`.
+    D is that of the whole matrix A, as in Eq. 11. Arguments as in `near_field_pairs`; float64 (B, H, Nq, Nk).
     """
     pairs = near_field_pairs(method_or_config, query, key, seed=seed, **options)
     return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
@@ -211,13 +197,8 @@ def exact_output(
 ) -> Tensor:
     """Exact attention in float64, chunked over queries: the reference for the methods.
 
-    `value` is (B, H_kv, Nk, Dv); the other arguments are those of `softmax_matrix`.
-
-    Returns:
-        float64 (B, H, Nq, Dv); 0 for queries with nothing to attend to.
-
-    Raises:
-        UnsupportedAttentionError: shapes that do not match.
+    `value` is (B, H_kv, Nk, Dv); the other arguments are those of `softmax_matrix`. Returns float64 (B, H, Nq, Dv), 0
+    for queries with nothing to attend to. Shapes that do not match are refused.
     """
     _check_heads(query, key, attention_mask)
     if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
@@ -239,21 +220,13 @@ def exact_output(
 @in_float64
 @torch.no_grad()
 def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
-    """Relative error |A - E| / |E| of every matrix, in the operator norm and in the Frobenius norm.
+    """Relative error |A - E| / |E| of every matrix (..., N, Dv), in the operator norm and in the Frobenius norm.
 
-    Args:
-        approximate: A, (..., N, Dv).
-        exact: E, (..., N, Dv).
-
-    Returns:
-        AttentionError of float64 (...); 0 where A = E = 0, inf where only E = 0.
-
-    Raises:
-        UnsupportedAttentionError: shapes that differ.
+    The errors are float64 (...); 0 where A = E = 0, inf where only E = 0. Shapes that differ are refused.
     """
     if approximate.shape != exact.shape or exact.ndim < 2:
         raise UnsupportedAttentionError(
-            f"give two outputs of one shape (..., N, Dv), not {tuple(approximate.shape)} and {tuple(exact.shape)}"
+            f"relative_error: give outputs of one shape (..., N, Dv): not {tuple(approximate.shape)} and {tuple(exact.shape)}"
         )
     exact = exact.double()
     difference = approximate.double() - exact
@@ -280,14 +253,8 @@ def attention_error(
     The relative operator norm is the measure of KDEformer's section 4.1. With as many queries as keys, the queries at
     masked positions are padding and do not count. Memory is linear in the length of the sequence.
 
-    The arguments are those of `hea.attention`. `exact` (B, H, Nq, Dv) is the result of `exact_output` for these inputs,
-    if it is known already.
-
-    Returns:
-        AttentionError of float64 (B, H).
-
-    Raises:
-        UnsupportedAttentionError: as `hea.attention`.
+    The arguments and refusals are those of `hea.attention`. `exact` (B, H, Nq, Dv) is the result of `exact_output` for
+    these inputs, if it is known already. The errors are float64 (B, H).
     """
     options: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal, "scale": scale}
     out = attention(method_or_config, query, key, value, seed=seed, **options, **hyperparameters)
