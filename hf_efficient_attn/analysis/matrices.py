@@ -226,7 +226,7 @@ def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
     """
     if approximate.shape != exact.shape or exact.ndim < 2:
         raise UnsupportedAttentionError(
-            f"relative_error: give outputs of one shape (..., N, Dv): not {tuple(approximate.shape)} and {tuple(exact.shape)}"
+            f"relative_error: give one shape (..., N, Dv); got {tuple(approximate.shape)} and {tuple(exact.shape)}"
         )
     exact = exact.double()
     difference = approximate.double() - exact

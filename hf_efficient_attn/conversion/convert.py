@@ -135,7 +135,7 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
     for present in (table.num_positions for table, _ in tables):
         if max_length < present:
             raise UnsupportedAttentionError(
-                f"the model takes {present} tokens: {max_length} would shorten its position table; inputs may be shorter"
+                f"the model takes {present} tokens: {max_length} would shorten its table; shorter inputs need no change"
             )
     for table, config in tables:
         module, embedding = table.module, table.embedding

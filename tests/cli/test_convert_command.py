@@ -452,7 +452,7 @@ def test_two_conversions_to_the_same_folder(convert, tmp_path, capsys):
     """The first one is running, or was killed while it wrote."""
     at_work = tmp_path / ".out.converting"
     fill(at_work, half_txt="half")
-    assert f"or was killed: then delete {at_work}" in refused(capsys, *convert(tmp_path / "out"))
+    assert f"or was killed: in that case delete {at_work}" in refused(capsys, *convert(tmp_path / "out"))
     assert tree(tmp_path) == {at_work.name: None, f"{at_work.name}/half.txt": b"half"}
     assert command(*convert(tmp_path / "other")) == 0
 
