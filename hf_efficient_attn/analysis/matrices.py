@@ -40,10 +40,15 @@ _CHUNK_QUERIES = 1024
 
 
 class AttentionError(NamedTuple):
-    """Relative error |A - E| / |E| of an output A with respect to the exact output E."""
+    """Relative error |A - E| / |E| of an output A with respect to the exact output E.
 
-    operator: Tensor  # (...), in the operator norm
-    frobenius: Tensor  # (...), in the Frobenius norm
+    Attributes:
+        operator: (...), in the operator norm.
+        frobenius: (...), in the Frobenius norm.
+    """
+
+    operator: Tensor
+    frobenius: Tensor
 
 
 @in_float64
@@ -101,7 +106,10 @@ def near_field_pairs(
 
     The method must have a near field that is a set of pairs: `block_size` or `window_size`. `scale` has an effect with
     `near_field="auto"` only, and `seed` is added to the seed of the config. The other arguments are those of
-    `softmax_matrix`. The pairs are bool (B, H, Nq, Nk).
+    `softmax_matrix`.
+
+    Returns:
+        bool (B, H, Nq, Nk).
 
     Raises:
         UnsupportedAttentionError: a method without a near field, a near field that contains all pairs (the sequence is
@@ -118,7 +126,9 @@ def near_field_pairs(
     names = config.hyperparameters()
     sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in names]
     if not sizes or ("num_features" in names and not any(sizes)):
-        raise UnsupportedAttentionError(f"{config.method} has no near field of pairs. Methods with one: {proposed}")
+        raise UnsupportedAttentionError(
+            f"{config.method} has no near field of pairs. Methods that have one: {proposed}"
+        )
     if "num_samples" in names:
         config = make_config(config, num_samples=0)
     if getattr(config, "near_field", None) == "auto" and not is_causal:
@@ -146,7 +156,13 @@ def residual_matrix(
 ) -> Tensor:
     """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
 
-    D is that of the whole matrix A, as in Eq. 11. Arguments as in `near_field_pairs`; float64 (B, H, Nq, Nk).
+    D is that of the whole matrix A, as in Eq. 11. The arguments are those of `near_field_pairs`.
+
+    Returns:
+        float64 (B, H, Nq, Nk).
+
+    Raises:
+        UnsupportedAttentionError: as `softmax_matrix` and `near_field_pairs`.
     """
     pairs = near_field_pairs(method_or_config, query, key, seed=seed, **options)
     return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
@@ -197,8 +213,13 @@ def exact_output(
 ) -> Tensor:
     """Exact attention in float64, chunked over queries: the reference for the methods.
 
-    `value` is (B, H_kv, Nk, Dv); the other arguments are those of `softmax_matrix`. Returns float64 (B, H, Nq, Dv), 0
-    for queries with nothing to attend to. Shapes that do not match are refused.
+    `value` is (B, H_kv, Nk, Dv); the other arguments are those of `softmax_matrix`.
+
+    Returns:
+        float64 (B, H, Nq, Dv); 0 for queries with nothing to attend to.
+
+    Raises:
+        UnsupportedAttentionError: shapes that do not match.
     """
     _check_heads(query, key, attention_mask)
     if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
@@ -220,13 +241,22 @@ def exact_output(
 @in_float64
 @torch.no_grad()
 def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
-    """Relative error |A - E| / |E| of every matrix (..., N, Dv), in the operator norm and in the Frobenius norm.
+    """Relative error |A - E| / |E| of every matrix, in the operator norm and in the Frobenius norm.
 
-    The errors are float64 (...); 0 where A = E = 0, inf where only E = 0. Shapes that differ are refused.
+    Args:
+        approximate: A, (..., N, Dv).
+        exact: E, (..., N, Dv).
+
+    Returns:
+        AttentionError of float64 (...); 0 where A = E = 0, inf where only E = 0.
+
+    Raises:
+        UnsupportedAttentionError: shapes that differ.
     """
     if approximate.shape != exact.shape or exact.ndim < 2:
         raise UnsupportedAttentionError(
-            f"relative_error: give one shape (..., N, Dv); got {tuple(approximate.shape)} and {tuple(exact.shape)}"
+            f"relative_error: give two outputs of one shape (..., N, Dv); got {tuple(approximate.shape)} and "
+            f"{tuple(exact.shape)}"
         )
     exact = exact.double()
     difference = approximate.double() - exact
@@ -253,8 +283,14 @@ def attention_error(
     The relative operator norm is the measure of KDEformer's section 4.1. With as many queries as keys, the queries at
     masked positions are padding and do not count. Memory is linear in the length of the sequence.
 
-    The arguments and refusals are those of `hea.attention`. `exact` (B, H, Nq, Dv) is the result of `exact_output` for
-    these inputs, if it is known already. The errors are float64 (B, H).
+    The arguments are those of `hea.attention`. `exact` (B, H, Nq, Dv) is the result of `exact_output` for these inputs,
+    if it is known already.
+
+    Returns:
+        AttentionError of float64 (B, H).
+
+    Raises:
+        UnsupportedAttentionError: as `hea.attention`.
     """
     options: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal, "scale": scale}
     out = attention(method_or_config, query, key, value, seed=seed, **options, **hyperparameters)

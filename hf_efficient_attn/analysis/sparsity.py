@@ -1,6 +1,8 @@
 """Are attention matrices of low rank, and are the entries of Gaussian kernel matrices concentrated?
 
-Parts of `hea.analysis`, which names the papers. The matrices are dense, (n, n) in float64.
+Parts of `hea.analysis`. The source of the second question is "Improved Algorithms for Kernel Matrix-Vector
+Multiplication under Sparsity Assumptions" (2024; called the sparsity paper below), section 4. Its matrices are dense,
+(n, n) in float64.
 """
 
 from collections.abc import Iterator
@@ -40,7 +42,8 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 
     K_ij = exp(-|q'_i - k'_j|^2 scale / 2) is the Gaussian kernel matrix that Lemma 4.1 derives from the queries and
     keys of the whole sequence. For the prefix of length i, the head is the i largest entries of K[:i, :i], and the tail
-    is the other i^2 - i entries. Assumption A says that this ratio is bounded; the paper finds less than 4.6 on BERT.
+    is the other i^2 - i entries. Assumption A says that this ratio is at most a constant; the paper finds less than
+    4.6 on BERT.
 
     Args:
         query: (..., n, D), without padding.
@@ -52,7 +55,8 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
         float64 (..., n - first + 1): the ratios for the prefixes of length first, first + 1, ..., n.
 
     Raises:
-        UnsupportedAttentionError: shapes that do not match, fewer than `first` tokens, or too many for dense matrices.
+        UnsupportedAttentionError: shapes that do not match, fewer than `first` tokens, or too many tokens for dense
+            (n, n) matrices.
     """
     _check_tokens(query, key)
     num_tokens = query.shape[-2]
@@ -68,7 +72,8 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
     """The ratios from logarithms of kernel matrices, (chunk, n, n) -> (chunk, n - first + 1).
 
-    Only the n largest entries of a prefix are kept for the next, because the head of a prefix never has more.
+    Only the n largest entries of the current prefix are kept from one prefix to the next: the head of a longer prefix
+    never has more than n entries.
     """
     num_tokens = log_kernel.shape[-1]
     new = log_kernel[:, :first, :first].flatten(1)
@@ -120,7 +125,8 @@ def _log_kernels(query: Tensor, key: Tensor, scale: float | None) -> Iterator[Te
 
     Lemma 4.1: with a further coordinate w_j^2 = max |k|^2 - |k_j|^2 of k_j, and 0 of q_i, the squared distance is
     |q_i|^2 + max |k|^2 - 2 <q_i, k_j>. The term max |k|^2 scales the whole matrix and is left out, since only ratios
-    are used. (The appendix writes w_j = sqrt(-|k_j|^2 + alpha) with alpha = -max |k|^2, a misprint of its sign.)
+    are used. (The appendix writes w_j = sqrt(-|k_j|^2 + alpha) with alpha = -max |k|^2, which is not real: the sign of
+    alpha is a misprint.)
     """
     num_tokens, head_dim = query.shape[-2:]
     factor = head_dim**-0.5 if scale is None else float(scale)

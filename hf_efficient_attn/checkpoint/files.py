@@ -101,7 +101,8 @@ class Output:
             self._draft.mkdir()
         except FileExistsError as error:
             raise UnsupportedAttentionError(
-                f"another conversion to {shown(str(self.path))} is running, or was killed: then delete {self._draft}"
+                f"another conversion to {shown(str(self.path))} is running, or was killed: in that case delete "
+                f"{self._draft}"
             ) from error
         except OSError as error:  # without the name of the draft
             raise OSError(f"the output {shown(str(self.path))} cannot be written: {error.strerror}") from error
@@ -122,7 +123,8 @@ class Output:
                 if not (aside.is_dir() and _contents(aside) <= self._present):
                     raise UnsupportedAttentionError(
                         f"something else has written {shown(str(path))} during the conversion: it is left as it is, "
-                        "and the result is dropped; give another folder, or --force (force=True) to replace it"
+                        "and the result is dropped; give another folder, or repeat the command with --force "
+                        "(force=True) to replace it"
                     )
             os.rename(self._draft, path)
         except BaseException:

@@ -120,7 +120,8 @@ def check_learned(chosen: EfficientAttentionConfig, config: object, present: int
             learned = sum(shape.numel() for shape in parameter_shapes(method, max_length=length).values())
         if learned > max(2 * present, 2**24):
             raise UnsupportedAttentionError(
-                f"{method.method}: each layer would learn {learned} values, while the whole model has {present}"
+                f"{method.method}: with these hyperparameters each layer would learn {learned} values, while the whole "
+                f"model has {present}"
             )
 
 
@@ -173,7 +174,8 @@ def _limited_size(tensors: Mapping[str, Tensor]) -> Iterator[None]:
             left -= _TENSOR + (tensor.numel() if tensor.device.type == "meta" else 0)
         if left < 0:
             raise UnsupportedAttentionError(
-                f"config.json describes a model far larger than the {present} values in {len(tensors)} tensors"
+                f"config.json describes a model far larger than the checkpoint, which holds {present} values in "
+                f"{len(tensors)} tensors"
             )
 
     register = nn.modules.module

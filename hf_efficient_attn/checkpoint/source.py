@@ -67,7 +67,8 @@ _KEYS = ("base_model", "license", "pipeline_tag", INSTALL, VERSION, *_LISTS, *_C
 _FROM_CARD = ("license", "pipeline_tag", *_LISTS)
 
 
-# The weight files of a checkpoint: paths, tensors by name, metadata. Tensors of safetensors are views of the file.
+# The weight files of a checkpoint, in order: their paths, tensors by name, and metadata. Tensors of safetensors are
+# views of the file, on the CPU.
 Weights = Mapping[pathlib.Path, tuple[Mapping[str, Tensor], Mapping[str, str]]]
 
 
@@ -346,7 +347,8 @@ def check_install(text: str, where: str = "--install") -> None:
     """Check what a card is to tell its readers to install; the message begins with `where`.
 
     That is a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-    hf_efficient_attn==0.2.0. Refused are local paths, names without a version, and URLs with a password or token.
+    hf_efficient_attn==0.2.0. Refused are a path on this machine, a name without a version, and a URL with a password or
+    token.
     """
     if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(

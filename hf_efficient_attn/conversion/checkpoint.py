@@ -79,7 +79,8 @@ def convert_saved_model(
         that were not copied), notes, and load, the Python lines that load the result.
 
     Raises:
-        UnsupportedAttentionError: An argument cannot be used. Nothing has been written.
+        UnsupportedAttentionError: The source, the method, a hyperparameter, a layer or the output cannot be used.
+            Nothing has been written.
         OSError: A file could not be read or written. Nothing of the output remains.
     """
     conversion = Conversion(source, output, **options)

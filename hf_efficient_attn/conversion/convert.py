@@ -31,7 +31,8 @@ def convert(
     The switch is one transaction: if it fails for any reason, the model is as it was before.
 
     Args:
-        model: a Transformers model; or a module that contains some, such as a PEFT model, which are all switched.
+        model: a Transformers model; or a module that contains some, such as a PEFT model or a wrapper, all of which are
+            switched.
         method_or_config: a method's name or config, an `EfficientAttentionConfig`, or a dictionary as in
             `config.efficient_attention`. "sdpa", "eager" and Transformers' other implementations switch back. The
             weights never change, so the model then is what it was before.
@@ -110,7 +111,8 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
         max_length: the number of tokens that the model shall take. The tables of RoBERTa (padding_idx + 1) and of OPT
             and BART (2) have some entries more.
         method: "tile" repeats the table, as Longformer does (Beltagy et al. 2020, section 5), so that neighbouring
-            positions stay neighbours. "interpolate" stretches it linearly, so that relative positions stay.
+            positions stay neighbours. "interpolate" stretches it linearly, so that position i of n keeps its relative
+            position.
 
     Returns:
         The same model.
@@ -135,7 +137,8 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
     for present in (table.num_positions for table, _ in tables):
         if max_length < present:
             raise UnsupportedAttentionError(
-                f"the model takes {present} tokens: {max_length} would shorten its table; shorter inputs need no change"
+                f"the model takes {present} tokens, so that {max_length} would shorten its position table; shorter "
+                "sequences need no change"
             )
     for table, config in tables:
         module, embedding = table.module, table.embedding

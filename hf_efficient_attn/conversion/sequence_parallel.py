@@ -60,7 +60,8 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
     elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise UnsupportedAttentionError(
             "sequence_parallel needs a DeviceMesh of one dimension, such as mesh['sp'] of a larger one, or a process "
-            f"group, not {group!r}: call torch.distributed.init_process_group and give its group.WORLD"
+            f"group, not {group!r}: call torch.distributed.init_process_group first and give "
+            "torch.distributed.group.WORLD"
         )
     for part in parts:
         for reason in _reasons_against(part):

@@ -310,10 +310,12 @@ def analyze_checkpoint(
     `source` is a folder or hub id, and `device` where PyTorch computes, by default the CPU. With `allow_pickle` weights
     in a .bin file may be read. A converted checkpoint is analyzed with exact attention. Pictures are resized to
     `length` tokens, and the position table of a text model is extended. Without a length it is 2,048 tokens or that of
-    the whole text; for models of pictures of a fixed size, or with more tokens, that of their pictures.
+    the whole text; for models of pictures of a fixed size, or whose own pictures have more tokens, the number that they
+    have.
 
     Returns the result of `analyze`, with "source" (`CheckedSource.title`), "data" {"name", "rows"}, "pixels" (height
-    and width of pictures, or None), "max_length" (of an extended position table, or None), "notes" and "machine".
+    and width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
+    "machine".
     """
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()

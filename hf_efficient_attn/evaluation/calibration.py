@@ -76,9 +76,11 @@ def calibrate(
     length: a model that keeps a limit of .2 at 512 tokens can have errors of .5 at 2,048, so it warns of longer ones.
 
     Args:
-        model: a Transformers model, or a module that contains some. It and the random state are unchanged afterwards.
+        model: a Transformers model, or a module that contains some. It is unchanged afterwards, and so is the random
+            state.
         batches: mappings of the model's arguments as tokenizers and data loaders give them (`attention_mask` included),
-            or tensors of its main input. All are held in memory, but the activations of only one layer and batch.
+            or tensors of its main input. All batches are held in memory, but the activations of only one layer and
+            batch.
         max_error: the limit, above 0.
         methods: names and configs to choose from. None for the default methods (`MethodConfig.default_rank`) that
             support the model; in models of pictures, with a global first token where they have one. `nearfar` is tried
@@ -168,7 +170,8 @@ def make_settings(chosen: Mapping[Layer, choices.Choice], calibrated_length: int
 def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    It is the longest of the batch. Layers that stay exact are included, but no projections.
+    It is the longest of the batch. Projections and other parts of the model are not included. Layers that stay exact
+    are.
     """
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
@@ -186,7 +189,8 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
 def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
     """|S - E| / |E| of the last hidden states, or of the logits, in the Frobenius norm. None if there are none.
 
-    Tokens that the batch masks do not count. Unlike errors of layers, this has what later layers make of earlier ones.
+    Tokens that the batch masks do not count. Unlike the errors of layers, this contains what later layers make of the
+    errors of earlier ones.
     """
 
     def compute(call: Call) -> Tensor:

@@ -103,7 +103,8 @@ class Call(NamedTuple):
         """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
         It is 0 for sequences without a valid token, and for calls that a converted model computes exactly. `parameters`
-        are the learned ones; None for those that a conversion starts from. `output` is that of `compute`, if known.
+        are those that the method has learned; None for the values that a conversion starts from. `output` is what
+        `compute` returns, if it is known.
         """
         shape, valid = self.query.shape[:2], None
         if self.chosen(config) is None:
@@ -202,7 +203,8 @@ class _Capture:
         if location.window is None and not out.isfinite().all():
             raise UnsupportedAttentionError(
                 f"{'exact ' if self.compute is exact_attention_of else ''}attention in {call.name} gives values that "
-                f"are not finite ({call.value.dtype}): check the weights, or load the model in float32"
+                f"are not finite ({call.value.dtype}), so that errors cannot be measured. Check the weights, or load "
+                "the model in float32"
             )
         if location.window is None or self.windows:
             self.visit(call._replace(exact=out))

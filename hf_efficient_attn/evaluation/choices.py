@@ -31,7 +31,8 @@ _UNKNOWN_SPREAD, _SHORT, _SPREAD_POWER = 0.25, 512, 0.25
 
 # Measurements of each time from which the saving is computed.
 ROUNDS = 3
-# Choices that take up to this times as long as the fastest in a first, single call are measured again, in turn.
+# The first measurement of a time is a single call. Choices that take up to this times as long as the fastest are
+# measured again, in turn.
 _CLOSE = 1.5
 
 # (number of the batch, index in the batch) -> error of one sequence in a layer, a mean over heads.

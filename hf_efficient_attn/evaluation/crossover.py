@@ -31,7 +31,8 @@ _SHORTEST, _FIRST, _LONGEST = 256, 4096, 1 << 17
 _QUADRATIC = 2048
 # Calls are repeated until they take this time in seconds.
 _MIN_SECONDS = 0.05
-# After a longer call of a method none at twice the length follows: the ratio is taken to grow with the length.
+# A call of a method that takes longer is not followed by one at twice the length: the ratio is taken to grow in
+# proportion to the length.
 _MAX_SECONDS = 2.0
 # A ratio that is large enough for a search to stop there; a ratio just above 1 may be due to chance.
 _CLEAR = 1.1

@@ -59,7 +59,8 @@ class Inputs(NamedTuple):
 def task_of(model: PreTrainedModel) -> str:
     """The task of a model according to its class; a model of another kind (speech, several inputs) is refused.
 
-    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (by an encoder-decoder) or "image-classification".
+    It is "embedding", "causal-lm", "masked-lm", "text-to-text" (an encoder-decoder that predicts tokens) or
+    "image-classification".
     """
     name = type(model).__name__
     if takes_pictures(model) and not hasattr(model.config, "text_config"):
@@ -177,7 +178,8 @@ class ModelData:
         image, patch = (_side(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
         if image is None or patch is None:
             raise UnsupportedAttentionError(
-                f"{type(model).__name__} has no image_size and patch_size: the tokens of a picture are unknown"
+                f"the config of {type(model).__name__} has no image_size and patch_size, so that the number of "
+                "tokens of a picture is unknown"
             )
         self.native, self.patch, self._channels = image, patch, getattr(model.config, "num_channels", 3)
         self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
@@ -214,7 +216,8 @@ class ModelData:
         """Refuse a length that the model or its tokenizer cannot have, with `UnsupportedAttentionError`."""
         if self.is_image and self.pixels_for(length) != self.native and not self.resizes:
             raise UnsupportedAttentionError(
-                f"the model takes {self.native} x {self.native} pixels only: give --lengths {self.native_tokens}"
+                f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
+                f"{self.native_tokens}"
             )
         if length <= sum(map(len, self.special)):
             raise UnsupportedAttentionError(f"a length of {length} only holds the special tokens: give a larger one")

@@ -170,7 +170,8 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         forward(model, batch)
     if not errors:
         raise UnsupportedAttentionError(
-            "the batch has no valid token in any layer, so that nothing can be measured: check attention_mask"
+            "the batch has no valid token in any attention layer, so that there is nothing to measure: check its "
+            "attention_mask"
         )
     return ModelError(tuple(errors), num_rows)
 

@@ -112,7 +112,8 @@ def time_generation(
 ) -> tuple[float, float]:
     """Measure greedy generation of at least 2 tokens after prompts (B, N), with the cache that the model makes itself.
 
-    Returns medians over rounds: the seconds to the first token, and the tokens of all inputs per second after it.
+    Returns medians over rounds: the seconds to the first token, and the tokens per second after it, all inputs of the
+    batch together.
     """
     options = {"min_new_tokens": new_tokens, "max_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
     first, later = [], []

@@ -1,7 +1,8 @@
 """The model card of a converted checkpoint, made from the files in its folder only.
 
-The card's own part is between two markers in README.md. When it is written again, the text around the markers is kept,
-as are the keys of the front matter that it does not set. The template is `card.md.jinja`.
+The card's own part is between two markers in README.md. When the card is written again, the text before and after the
+markers is kept, as are the keys of the front matter that the card does not set. All text of the own part is in the
+template, `card.md.jinja`.
 """
 
 import pathlib
@@ -73,12 +74,14 @@ class Facts:
         parts: Pairs of the name of a part of a composite model ("" for the model itself) and its settings.
         origin: The contents of `efficient_attention.json`, with None for keys that it does not have.
         kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
-        code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`), or None.
+        code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
+            there is no such code.
         benchmark: The contents of `benchmark.json`, or None.
         distillation: The contents of `distillation.json`, or None.
 
     Raises:
         UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.
+            The message names the file.
     """
 
     def __init__(self, folder: "str | pathlib.Path", *, may_be_exact: bool = False) -> None:
@@ -88,7 +91,8 @@ class Facts:
         if not self.parts and not (may_be_exact and self.has(FILE)):
             raise UnsupportedAttentionError(
                 f"{folder / 'config.json'} names no attention method of hf_efficient_attn: make a converted checkpoint "
-                "of it with 'hf-efficient-attn convert', or hea.convert(model, method) and model.save_pretrained"
+                "of it with 'hf-efficient-attn convert', or model.save_pretrained(folder) after hea.convert(model, "
+                "method)"
             )
         with refusing(f"{folder / 'config.json'} cannot be understood"):
             name = (config.get("architectures") or [None])[0]
@@ -176,7 +180,8 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
         The path of README.md.
 
     Raises:
-        UnsupportedAttentionError: It is no converted checkpoint, or a file is damaged. Nothing is written.
+        UnsupportedAttentionError: The folder does not contain a converted checkpoint, or one of the files is damaged.
+            Nothing has been written.
     """
     text, path = make_card(folder, name), pathlib.Path(folder) / NAME
     with replacing(path) as draft:
@@ -264,6 +269,7 @@ def escape(value: object) -> str:
 
 
 def _context(facts: Facts, title: str) -> dict[str, Any]:
+    """The variables of the template."""
     architecture = facts.architecture or ""
     own_type = model_type(architecture)
     exact = {c.method: c.exact_length for c in sorted(facts.configs, key=lambda config: -config.exact_length)}

@@ -119,15 +119,17 @@ def push(
     """Send a converted checkpoint to the hub in one commit; the repository is created if it does not exist.
 
     The hub checks the card before anything is created. Weights of an earlier push that are not in the folder are
-    deleted from the repository, because Transformers would load an old model.safetensors instead of new shards. The
-    card that is sent names the repository. After an interruption, calling `push` again sends the rest.
+    deleted from the repository, because Transformers would load an old model.safetensors instead of new shards. In the
+    card that is sent, the title and the examples name the repository. After an interruption, calling `push` again sends
+    the rest.
 
     Args:
         folder: The folder of a checkpoint that `convert` wrote.
         repo_id: "ORG/NAME".
         private: Whether a new repository becomes private. An existing public repository is then refused.
         install: What readers of the card give to `pip install` to get this package: a URL, or a requirement with a
-            version. It is stored in the folder, in efficient_attention.json and the card, where the default is.
+            version. It is stored in the folder, in efficient_attention.json and in the card. By default what is stored
+            there.
         message: The title of the commit.
         token: The hub's token; by default the one that huggingface_hub finds (HF_TOKEN, `hf auth login`).
 

@@ -197,7 +197,8 @@ def _computing_cache_layer(name: str, method: MethodConfig | None, call: LayerCa
     if isinstance(key, NewKeys):
         raise UnsupportedAttentionError(
             f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
-            f"{call.location.name} of the model now computes something else: start with a new cache"
+            f"{call.location.name} of this model now computes something else: start with a new cache after "
+            "switching the model"
         )
     return None
 
@@ -210,8 +211,9 @@ def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor
     if mask is None or is_tracing(key) or mask.shape[1] == key.shape[2]:
         return
     raise UnsupportedAttentionError(
-        f"{name}: the mask is for {mask.shape[1]} keys, {layer} has {key.shape[2]}: the layers of a cache differ in "
-        "length, as after a failed call: start with a new cache, or leave attention_mask out if there is no padding"
+        f"{name}: the mask is for {mask.shape[1]} keys, and {layer} has {key.shape[2]}: the layers of the cache have "
+        "different lengths, for example after a call that failed: start with a new cache, or leave attention_mask out "
+        "if there is no padding"
     )
 
 

@@ -1,10 +1,12 @@
 """Layers of Transformers' cache whose method computes attention from what the layer holds, instead of from all keys.
 
 No attention class is patched: a model's attention module passes what `cache.update` returns straight to its attention
-function, so that the keys can say which layer of which cache they come from, which is asked for its output.
+function, so that the keys themselves can say which layer of which cache they come from. The attention function asks
+this layer for its output.
 
 `DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
-method has a recurrence (`extensions`). Other caches (`DynamicCache()` without a config, a quantised one) keep keys.
+method has a recurrence (`extensions`). Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys
+and values.
 """
 
 import functools

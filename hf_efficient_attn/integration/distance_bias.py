@@ -3,7 +3,8 @@
 T5's attention modules compute the bias as a (1, H, Nq, Nk) tensor (of zeros for cross attention), hand it to the
 attention function as `position_bias`, and return it for the next layer. They compute none if they are given one. A
 forward pre-hook therefore gives them a `DistanceBias`, which passes through the layers as the tensor would. UMT5's
-modules take none, so their `compute_bias` returns the `DistanceBias`. The classes of `patched` pass it themselves.
+modules take none, so their `compute_bias` returns the `DistanceBias`. The classes of `patched` give it to their
+attention themselves.
 """
 
 import functools

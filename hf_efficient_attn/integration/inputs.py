@@ -4,7 +4,8 @@ Transformers describes a mask by a function of four indices and builds a (B, 1, 
 a mask of the keys, and patterns other than windows are refused. Some models make a causal mask for modules that call
 themselves bidirectional (the text model of AIMv2), and exact attention follows the mask. The mask therefore says
 whether it is causal, by its dtype: that survives whatever may happen to a tensor on its way, and the code of a model
-that takes such a mask for a bool one fails instead of computing something else. Without a mask, the module decides.
+that takes such a mask for a bool one fails instead of computing something else. Without a mask, the attention module
+decides.
 """
 
 import functools
@@ -23,8 +24,9 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.settings import EXACT, method_of
 from hf_efficient_attn.ops.tracing import replaced_in_graphs, unwrapped
 
-# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask never has
-# such a dtype here, because `padding_mask` reads it first. PyTorch cannot pickle uint16.
+# What the dtype of a mask says: whether it is causal, and whether it is of a sliding window. A user's mask does not get
+# here with its own dtype, because `padding_mask` reads it first; other code made a bool one. PyTorch cannot pickle
+# uint16.
 _KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
     torch.int16: (True, False),
     torch.int8: (False, False),
@@ -213,7 +215,8 @@ def padding_mask(
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             raise UnsupportedAttentionError(
-                f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use {EXACT!r}"
+                f"attention_mask must be (batch, keys), not {tuple(attention_mask.shape)}; or use "
+                f"attn_implementation={EXACT!r}"
             )
         mask = attention_mask.to(torch.bool)[:, kv_offset : kv_offset + kv_length]
         mask = pad(mask, (0, kv_length - mask.shape[1]), value=False).expand(batch_size, -1)

@@ -73,7 +73,8 @@ def check_layer(layer: Any) -> Layer:
         return layer
     if isinstance(layer, (bool, str)) or not hasattr(layer, "__index__") or int(layer) < 0:
         raise UnsupportedAttentionError(
-            f"'layers' contains {shown(layer)}; a layer is a non-negative integer, or a name such as 'encoder'"
+            f"'layers' contains {shown(layer)}; a layer is a non-negative integer, or a name that the model uses, "
+            "such as 'encoder' or 't2t.0'"
         )
     return int(layer)
 
@@ -124,6 +125,7 @@ def parse_layers(text: str) -> list[Layer]:
             layers.append(part)
         else:
             raise UnsupportedAttentionError(
-                f"--layers {text!r}: {part!r} is neither a layer nor a range of them; write 0-5,8 or encoder"
+                f"--layers {text!r}: {part!r} is neither a layer nor a range of layers; write for example 0-5,8 or "
+                "encoder"
             )
     return in_order(layers)

@@ -183,8 +183,9 @@ class NearFarCache(Cache):
     Layers that stay exact, or that the config chooses by name, keep the keys that `DynamicCache` keeps. Beam search and
     left padding work. A cache belongs to one sequence: call `reset()`, or make a new one, before the next.
 
-    Sources: a compressed memory of older tokens, Rae et al. 2020 ("Compressive Transformers", where the compression is
-    learned); merging coresets, Har-Peled and Mazumdar 2004; landmarks, Chen, Epperly, Tropp and Webber 2025.
+    Sources: a memory of recent tokens and a compressed one of older tokens, Rae et al. 2020 ("Compressive
+    Transformers", where the compression is learned); merging coresets, Har-Peled and Mazumdar 2004; landmarks, Chen,
+    Epperly, Tropp and Webber 2025.
 
     Args:
         config: the model's config, whose method decides for every layer.
@@ -198,7 +199,9 @@ class NearFarCache(Cache):
     def __init__(self, config: PreTrainedConfig, columns: int = 256) -> None:
         check_positive("NearFarCache: columns", columns, least=_SMALLEST)
         if not isinstance(config, PreTrainedConfig):
-            raise UnsupportedAttentionError(f"NearFarCache takes the config of a model, not {shown(config)}")
+            raise UnsupportedAttentionError(
+                f"NearFarCache takes the config of a model, not {shown(config)}: model.config"
+            )
         config = config.get_text_config(decoder=True)
         name, usable = method_of(config), methods_with("decodes_exactly")
         if name is None:

@@ -2,8 +2,9 @@
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
 interface comes after these projections, so modules get a forward of their own if their row in `model_kinds` names the
-projections. In all others, the method contracts keys and values, with the same result up to rounding. At BERT's size it
-takes 1.5 to 2 times as long (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of an AMD EPYC).
+projections. In all others, the method contracts keys and values, with the same result up to rounding. The attention of
+a layer of BERT's size takes 1.5 to 2 times as long that way (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of
+an AMD EPYC).
 
 `torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """

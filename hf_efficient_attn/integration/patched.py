@@ -26,6 +26,8 @@ from hf_efficient_attn.integration.model_kinds import row_named
 
 
 class _Attention(nn.Module):
+    """What the classes share."""
+
     config: PreTrainedConfig  # of the model; set by `adopt`
     is_causal = False
     _compute: Callable[..., tuple[Any, ...]]

@@ -150,7 +150,8 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
                 selected.setdefault(item, []).append(found)
         if len(methods) > 1:
             raise UnsupportedAttentionError(
-                f"{len(methods)} entries of 'layers' select {found.location.name}, not one: {', '.join(methods)}"
+                f"{len(methods)} entries of 'layers' select {found.location.name} ({', '.join(methods)}): each layer "
+                "uses one method"
             )
     missing = in_order(layer for layer, group in selected.items() if not group)
     if missing:

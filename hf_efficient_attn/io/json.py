@@ -15,7 +15,8 @@ def read_json(path: pathlib.Path, *, max_bytes: int = MAX_BYTES, name: str | Non
     """Read a JSON file; error messages call it `name`, by default its path.
 
     Raises:
-        UnsupportedAttentionError: The file cannot be read, is larger than `max_bytes`, or is not JSON in UTF-8.
+        UnsupportedAttentionError: The file does not exist or cannot be read, is larger than `max_bytes`, or is not
+            JSON in UTF-8.
     """
     name = str(path) if name is None else name
     try:

@@ -61,7 +61,8 @@ def texts_in(path: pathlib.Path) -> list[pathlib.Path]:
 def text_of(path: pathlib.Path) -> str:
     """The text of a file: .txt, or .jsonl, whose fields "text" are joined with an empty line between them; also .gz.
 
-    Refused are what is no file, is damaged, no UTF-8 or without text, and a line of JSON without a string "text".
+    Refused are a file that does not exist, is a folder, is damaged or not UTF-8 text, a line of JSON without a string
+    "text", and a file without text.
     """
     if not path.is_file():
         raise UnsupportedAttentionError(f"{path}: not a file; texts are .txt, .txt.gz, .jsonl or .jsonl.gz files")
@@ -90,7 +91,9 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[int, ...
     for start in range(len(complete) - len(without) + 1):
         if complete[start : start + len(without)] == without:
             return tuple(complete[:start]), tuple(complete[start + len(without) :])
-    raise UnsupportedAttentionError(f"{type(tokenizer).__name__} changes texts to which it adds tokens: use another")
+    raise UnsupportedAttentionError(
+        f"{type(tokenizer).__name__} changes texts to which it adds tokens: use another one"
+    )
 
 
 def pictures_of(path: pathlib.Path) -> list[tuple[str, Callable[[], bytes]]]:
@@ -122,7 +125,8 @@ def open_picture(name: str, read: Callable[[], bytes]) -> "Image":
 def decode(content: bytes) -> "Image":
     """Decode the bytes of an image file as a Pillow image in RGB.
 
-    Transparent pixels keep their colours. Of 16-bit grey images the upper 8 bits are used; `convert` would clip them.
+    Transparent pixels keep their colours. Of 16-bit grey images the upper 8 bits are used; `Image.convert` would clip
+    the values to white.
     """
     import numpy as np  # Pillow and NumPy are needed for images only
     from PIL import Image, ImageOps

@@ -49,7 +49,8 @@ def class_index(name: str | int) -> int:
 
     Args:
         name: a name or synonym, in any case, with spaces or underscores; a WordNet ID ("n01440764"); or the index
-            itself. A name that several classes share stands for the one class whose first name it is.
+            itself. A name that several classes share stands for the class whose first name it is, if there is exactly
+            one such class.
 
     Raises:
         ValueError: the name is unknown (the message suggests a similar one) or ambiguous, or the index is out of range.

@@ -47,9 +47,11 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
 
     Attributes:
         config: the method.
-        min_length: calls with fewer queries or keys stay exact; None for those that the method does not make faster.
+        min_length: calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is
+            faster on this machine.
         counts: (module, shapes, outcome) -> number of calls. The outcome is "replaced", or why the call stayed exact.
-        traced: (module, outcome) of the calls in graphs (`torch.compile`), whose number and shapes are unknown.
+        traced: (module, outcome) of the calls in graphs, such as those of `torch.compile`. How often a graph runs, and
+            with which shapes, is not known.
     """
 
     def __init__(self, model: nn.Module, config: MethodConfig, min_length: int | None) -> None:

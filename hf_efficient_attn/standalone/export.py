@@ -151,7 +151,8 @@ def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -
     """The texts of modules, of the packages that contain them, and of all modules of this package that they import.
 
     `names` are relative to this package, such as "methods.nearfar"; the package itself is left out. Of the packages
-    `without_imports` only the docstring is kept. Returns the texts by their sorted paths.
+    `without_imports` only the docstring is kept. Returns the texts by their paths in the package, in alphabetical
+    order.
     """
     root, texts, waiting = importlib.resources.files(_PACKAGE), dict[str, str](), [*names]
     while waiting:

@@ -2,7 +2,8 @@
 
 `standalone.export` copies this module, and all others that it imports, into the repository. None of them imports
 Transformers. The function reads the hyperparameters from `module.config`, and it knows no more of the model than the
-attention module that calls it. What depends on the rest of the model is refused, although the package can do it.
+attention module that calls it. What depends on the rest of the model is therefore refused, although the package itself
+can do it.
 """
 
 import functools

@@ -99,7 +99,8 @@ class UptrainingCallback(TrainerCallback):
         for name, shape in given.items():
             raise UnsupportedAttentionError(
                 f"the weights contain {name} of shape {shape}, which none of the stages "
-                f"{', '.join(stage.attention for stage in stages)} learns: resume with the stages of that training"
+                f"{', '.join(stage.attention for stage in stages)} learns: resume with the stages and hyperparameters "
+                "of the original training"
             )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -29,7 +29,8 @@ class TrainingData(ModelData):
     `data`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
     takes, at most 2,048, or those of pictures of the size that the model was trained with. Refused are a file that
     cannot be read, too few batches, a length that the model cannot have, and a model without a tokenizer or image
-    processor. `held_out` are the batches that a shorter training of the same data has held out, and this one, too.
+    processor. `held_out` are the batches that a shorter training of the same data has held out, which this one does not
+    learn from either.
 
     Attributes:
         tokens: the number of tokens of an input, for pictures the nearest possible one.

@@ -89,7 +89,8 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
     the end; otherwise it stays, for a call with more steps. The output is written as by `convert_saved_model`, with
     distillation.json and distillation.png, from which the model card takes a table and a figure.
 
-    In a distributed training all processes call it. Each learns from its own batches, and process 0 writes all files.
+    In a distributed training all processes call it. Each learns from its own part of the batches, and process 0 writes
+    all files.
 
     Args:
         plan: the checkpoint, the data, the method, where the result goes, and how it is trained.

@@ -28,7 +28,8 @@ class UptrainingSchedule:
     """Consecutive stages of training, each with its own attention.
 
     The up-training of Gupta et al. 2023 (section 4.2) has two stages: a low-rank or kernel base, then a FLuRKA variant;
-    the paper's alpha is the end of the first stage. Any number of stages is possible, also of exact attention ("sdpa").
+    the paper's alpha is the end of the first stage. Any number of stages is possible, including stages of exact
+    attention ("sdpa").
 
     A stage inherits projection_dim, max_length, share, init, num_features and seed from the stage before unless they
     are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
@@ -43,7 +44,8 @@ class UptrainingSchedule:
             (a float; the last must be 1.0) or the number of steps (an integer; the last may be None). The key "layers"
             among the hyperparameters selects layers as in `hea.convert`, and "distill" is the number of steps of the
             stage's distillation, which do not count as steps of the training.
-        total_steps: the steps of the whole training, which `step` needs if ends are shares; Trainer tells the callback.
+        total_steps: the number of steps of the whole training. `step` needs it if ends are shares; Trainer tells the
+            callback.
 
     Raises:
         UnsupportedAttentionError: a method or hyperparameter is unknown, ends do not increase or do not end at 1.0,
@@ -114,7 +116,8 @@ class UptrainingSchedule:
 
         Call it once with `optimizer=None` before creating the optimizer and before loading a checkpoint, then before
         the forward pass of every optimizer step. Parameters that both stages share keep their values and their
-        optimizer state; new parameters join the group of similar ones, and learning-rate schedules continue.
+        optimizer state; new parameters join the parameter group of similar parameters, and learning-rate schedules
+        continue.
 
         A stage with "distill" is distilled in the call of its first step. In distributed training gradients are
         averaged over all processes, each of which may give batches of its own. The global random states stay as they

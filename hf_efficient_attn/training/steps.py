@@ -74,7 +74,8 @@ class Training:
         losses = self._backward(batch)
         mean = torch.tensor([statistics.fmean(one.loss for one in losses) if losses else 0.0], dtype=torch.float32)
         if world_size() > 1:
-            # All processes, also those whose batch trained nothing, stop in the same step and have the same best ones.
+            # All processes stop in the same step, and choose the same best parameters. Every process must take part,
+            # also if its batch trained nothing.
             mean = mean_over_processes(mean.to(self.trained[0].device))
             for p in self.trained:
                 p.grad = mean_over_processes(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -113,8 +114,9 @@ class Training:
                         bar.set_postfix(loss=f"{means[-1]:.3f}", refresh=False)
                     elif not means and number >= min(first + _PATIENCE, self.num_steps):
                         raise UnsupportedAttentionError(
-                            "the batches train nothing: no converted layer was called, or the sequences are within "
-                            "the budget of the method, which computes them exactly: give longer ones"
+                            "the batches train nothing: no converted layer was called, or the sequences are within the "
+                            "budget of the method, which computes them exactly: give longer sequences or a smaller "
+                            "budget"
                         )
                     bar.update()
                     if on_step is not None:

@@ -80,7 +80,8 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
         if stage.distill and now.items() <= before.items():
             raise UnsupportedAttentionError(
                 f"the stage {stage.attention!r} has distill={stage.distill}, but all parameters that it learns are "
-                "those of the stage before, which stay: leave out 'distill', or use learned features"
+                "those of the stage before, which keep their values: leave out 'distill', or use learned features if "
+                "the method has them"
             )
 
 

@@ -26,7 +26,8 @@ class BigGANConfig(PreTrainedConfig):
     """Configuration of a `BigGANModel`. The defaults are those of BigGAN-deep at 128 pixels.
 
     The fields up to `n_stats` are those of `config.json` in the layout of pytorch-pretrained-biggan, which
-    `BigGANConfig.from_pretrained` reads. The attention layer has one head, so `num_attention_heads` is 1.
+    `BigGANConfig.from_pretrained` reads. The model has one attention layer with one head, so `num_attention_heads` is
+    1.
 
     Args:
         output_dim: height and width of the images in pixels. Defaults to what `layers` gives.
@@ -78,7 +79,8 @@ class BigGANConfig(PreTrainedConfig):
             self.layers = _LAYERS.get(128 if self.output_dim is None else self.output_dim)
         if self.layers is None:
             raise ValueError(
-                f"output_dim={self.output_dim!r} is none of the published {[*_LAYERS]}: for others give layers, too"
+                f"output_dim={self.output_dim!r} is none of the published {[*_LAYERS]}: for other resolutions give "
+                "layers as well"
             )
         # Lists, as JSON returns them.
         self.layers = [list(layer) for layer in self.layers]
@@ -103,7 +105,8 @@ class BigGANConfig(PreTrainedConfig):
             raise ValueError(f"attention_layer_position={position!r} is none of the {len(layers)} layers")
         if self.attention_channels < 8:
             raise ValueError(
-                f"attention has {self.attention_channels} channels and needs 8: raise channel_width or attend earlier"
+                f"attention has {self.attention_channels} channels and needs 8: raise channel_width or move attention "
+                "to an earlier layer"
             )
         given, self.output_dim = self.output_dim, self._resolution(len(layers))
         if given not in (None, self.output_dim):
@@ -138,7 +141,8 @@ class BigGANConfig(PreTrainedConfig):
         """Return the configuration of a published architecture.
 
         Args:
-            name: "biggan-deep-128", "biggan-deep-256" or "biggan-deep-512". `id2label` holds ImageNet's classes.
+            name: "biggan-deep-128", "biggan-deep-256" or "biggan-deep-512". By default `id2label` holds the names of
+                ImageNet's classes.
             **changes: other fields of the configuration.
 
         Raises:

@@ -36,7 +36,8 @@ NORMALIZED = ("gen_z", *(f"conv_{i}" for i in range(4)), "scale", "offset", "con
 # Names between loading and the division. Transformers renames "weight_v" by itself, but not these.
 TRIPLE = ("spectral_original", "spectral_u", "spectral_v")
 _POWER_ITERATIONS = 50
-# Standard deviations at which the normal distribution is truncated before it is scaled (Brock et al. 2019, 3.1).
+# The normal distribution is truncated at this many standard deviations before it is scaled (Brock et al. 2019,
+# section 3.1).
 _CUTOFF = 2.0
 # A smaller weight of a row is rounding: 0.58 / 0.02 is 28.999999999999996.
 _ROUNDING = 1e-6
@@ -188,7 +189,8 @@ class BigGANBatchNorm(nn.Module):
     """Batch normalization of (B, C, height, width), with statistics that depend on the truncation.
 
     In training mode it uses the statistics of the batch and leaves its tables unchanged; `BigGANModel.set_statistics`
-    fills them. Scale and offset are parameters or, if `conditional`, linear in the condition (B, 2 z_dim).
+    fills them. If `conditional`, scale and offset are linear functions of the condition (B, 2 z_dim), otherwise
+    parameters.
     """
 
     running_means: Tensor

@@ -288,7 +288,8 @@ class BigGANModel(PreTrainedModel):
         if enable and self.config.spectral_norm:
             raise ValueError(
                 "with spectral_norm=True every forward improves the estimate of the norm, so a block that is "
-                "recomputed would have other weights: train without gradient checkpointing or spectral_norm"
+                "recomputed for the gradient would have other weights: train without gradient checkpointing, or with "
+                "spectral_norm=False"
             )
         super()._set_gradient_checkpointing(enable, *args, **kwargs)
 

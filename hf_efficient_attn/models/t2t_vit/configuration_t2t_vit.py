@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_efficient_attn.errors import check_positive, unknown_name
+from hf_efficient_attn.errors import unknown_name
 
 TOKENS_TYPES = ("transformer", "performer")
 
@@ -43,7 +43,8 @@ class T2TViTConfig(PreTrainedConfig):
         qkv_bias: whether the projections of the backbone have a bias; those of transformer stages never have one.
         qk_scale: factor of the backbone's logits. None means head_dim**-0.5; timm's older port used hidden_size**-0.5.
         hidden_dropout_prob, attention_probs_dropout_prob: dropout of the backbone.
-        drop_path_rate: probability of skipping the last block of the backbone in training; it grows linearly from 0.
+        drop_path_rate: probability of skipping the last block of the backbone in training. It grows linearly from 0 in
+            the first block.
         token_dropout_prob: dropout after the attention and the MLP of the token stages. None means the published
             models' value: 0.1 in performer stages and 0 in transformer stages.
         hidden_act, layer_norm_eps, initializer_range: as in ViT.
@@ -92,7 +93,8 @@ class T2TViTConfig(PreTrainedConfig):
         sizes = {name: getattr(self, name) for name in names} | {"token_dim": self.token_dim}
         sizes["token_dim * kernel_ratio (random features)"] = int(self.token_dim * self.kernel_ratio)
         for name, value in sizes.items():
-            check_positive(name, value)
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         kernels, strides = self.t2t_kernel_sizes, self.t2t_strides

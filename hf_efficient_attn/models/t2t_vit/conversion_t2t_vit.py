@@ -129,7 +129,8 @@ def convert_checkpoint(
         output: the folder, created if necessary.
         name: name of the model as in `T2TViTConfig.from_name`; None infers the model from the shapes.
         ema: use the moving average of the weights if the file holds one, as the authors do.
-        **changes: fields of the config, such as id2label, or qk_scale=hidden_size**-0.5 for timm's older port.
+        **changes: fields of the config, such as id2label, or qk_scale=hidden_size**-0.5 for weights trained with
+            timm's older port.
 
     Raises:
         ValueError: the name is unknown, or the file does not hold the weights of such a model.

@@ -268,12 +268,14 @@ class T2TViTModel(T2TViTPreTrainedModel):
 
         Args:
             pixel_values: (B, C, height, width).
-            interpolate_pos_encoding: accept images of another size, and interpolate the position table.
+            interpolate_pos_encoding: accept images of another size than the config's, and interpolate the position
+                table.
             **kwargs: of Transformers, such as output_hidden_states and, with "eager", output_attentions. Both return
                 tensors of the backbone, not of the token stages.
 
         Returns:
-            last_hidden_state (B, 1 + N, hidden_size) after the norm; pooler_output (B, hidden_size), its class token.
+            last_hidden_state (B, 1 + N, hidden_size) after the final norm; pooler_output (B, hidden_size), its class
+            token.
 
         Raises:
             ValueError: image size or number of channels differ from the config's.
