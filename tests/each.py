@@ -47,7 +47,7 @@ def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None 
     """The readable form of `attend`, with the same arguments and result."""
     scores = query @ key.transpose(-1, -2) * scale + (0.0 if bias is None else bias)
     # Not by logsumexp, whose gradient is NaN if all pairs of a query are excluded.
-    row_max = safe_row_max(scores.detach().amax(-1, keepdim=True))
+    row_max = safe_row_max(scores.detach().amax(-1, keepdim=True)) if scores.shape[-1] else scores.new_zeros(())
     weights = torch.exp(scores - row_max)
     total = weights.sum(-1, keepdim=True)
     empty = total == 0
