@@ -115,7 +115,7 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
         (BH, Nq, Dv) in the accumulation dtype.
     """
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
-    bias = bias.expanded(len(query), key.dtype)
+    bias = bias._replace(table=bias.table.to(key.dtype))
     key = key - key.mean(1, keepdim=True)
     window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
     landmarks = choose_landmarks(query, key, options)
@@ -145,7 +145,9 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     columns = window.key_index.shape[0] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
     draws = options.dropout_p > 0.0
     rows = slice_size(columns // 4, key.device)
-    out = sliced(some_heads, query, key, value, landmarks.key, keys, mean, bias, size=rows, draws=draws)
+    # Only here each head has its own positions: all heads together look up a bias in less time if they share them.
+    own_bias = bias.expanded(len(query), key.dtype)
+    out = sliced(some_heads, query, key, value, landmarks.key, keys, mean, own_bias, size=rows, draws=draws)
     if not options.num_probes:
         return out
 
