@@ -146,7 +146,7 @@ def in_order(rows: Rows, column: str) -> Rows:
 
 
 def read_records(path: pathlib.Path) -> Records:
-    """The records of a CSV file, or those of a JSON file in its list "measurements" or "rows"."""
+    """Read the rows of a CSV file, or of the list "measurements" or "rows" in a JSON file."""
     if path.suffix == ".json":
         stored = read_json_object(path)
         return stored["measurements"] if "measurements" in stored else stored["rows"]

@@ -56,7 +56,7 @@ def is_ours(thing: Any) -> bool:
 
 
 def members(kind: type) -> Iterator[str]:
-    """The public methods and properties of a class. Those of a method's config are those of `MethodConfig`."""
+    """The public methods and properties of a class. A method's config has the ones of `MethodConfig`."""
     if issubclass(kind, hea.MethodConfig) and kind is not hea.MethodConfig:
         return
     found = {name: x for one in reversed(kind.__mro__) if is_ours(one) for name, x in vars(one).items()}

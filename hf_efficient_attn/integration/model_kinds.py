@@ -107,7 +107,7 @@ def row_named(name: str) -> ModelKind:
 
 
 def kind_of(cls: type, *, or_base: bool = False) -> ModelKind:
-    """The row of a class; with `or_base`, if it has none, that of the first class that it derives from and has one."""
+    """The row of a class. With `or_base`, a class without a row has the row of the first base class that has one."""
     rows = (row_named(one.__name__) for one in (cls.__mro__ if or_base else (cls,)))
     return next((row for row in rows if row is not _ORDINARY), _ORDINARY)
 

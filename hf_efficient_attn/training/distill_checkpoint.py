@@ -48,7 +48,7 @@ class Plan:
     base_model: str | None = None
     force: bool = False
     allow_pickle: bool = False
-    # As in `hea.distill`; `steps` are those of the first stage.
+    # As in `hea.distill`. `steps` is the number of steps of the first stage.
     method: str
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     layers: Sequence[Layer] | None = None

@@ -50,7 +50,7 @@ def t5(kind: str = "T5"):
 
 
 def musicgen():
-    """A model with three parts: texts are read by a T5, and sound is that of the decoder's codes."""
+    """A model with three parts. A T5 reads texts, and the decoder writes codes of sound."""
     parts = {"text_encoder": transformers.T5Config, "decoder": transformers.MusicgenDecoderConfig}
     values = {name: kind(**sizes(kind)).to_dict() for name, kind in parts.items()}
     sound = {"num_filters": 4, "codebook_size": 16, "codebook_dim": 8, "hidden_size": 8, "upsampling_ratios": [2, 2]}

@@ -86,7 +86,7 @@ def batches(family: str = "bert", count: int = 4, **options) -> list[dict]:
 
 
 def values(model, learned: bool | None = None) -> dict[str, torch.Tensor]:
-    """Copies of the parameters: those that attention methods learn, those of the model itself, or all."""
+    """Copies of parameters: what attention methods learn, the model's own, or all."""
     return {
         name: p.detach().clone()
         for name, p in model.named_parameters()

@@ -220,7 +220,7 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
 
 @pytest.mark.parametrize("changes", [{"num_probes": 8}, {"near_share": 0.5}], ids=str)
 def test_a_decoder_refuses_hyperparameters_that_its_form_does_not_use(changes):
-    """An encoder takes them, and a decoder those of a budget."""
+    """An encoder uses them. A decoder also takes the values that `with_budget` sets."""
     model = tiny_model("gpt2", None)
     before = model.config._attn_implementation
     refuses(f"{next(iter(changes))}=.* has no effect in the causal form", hea.convert, model, "nearfar", **changes)

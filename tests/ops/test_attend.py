@@ -163,7 +163,7 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_keys_and_values_may_have_other_dtypes_than_queries(device):
-    """The kernels take one dtype. The output has that of the values, and each gradient that of its tensor."""
+    """The kernels take one dtype. The output has the dtype of the values, and a gradient that of its tensor."""
     for dtypes in itertools.permutations((torch.float32, torch.bfloat16, torch.float16)):
         given = [
             x.to(device, t) for x, t in zip((numbers(3, 4, 7, 8), *[numbers(3, 4, 9, 8)] * 2), dtypes, strict=True)
