@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.backends import BACKENDS, GATHERED_BACKENDS
+from hf_efficient_attn.ops.backends import BACKENDS, BLOCK_BACKENDS, GATHERED_BACKENDS
 from hf_efficient_attn.ops.backends.backend import (
     AttendCall,
     Backend,
+    BlockCall,
+    BlockKeys,
     GatheredCall,
     GatheredKeys,
     Partial,
@@ -31,7 +33,18 @@ from hf_efficient_attn.ops.index import inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
-__all__ = ["LOG2_E", "GatheredKeys", "Partial", "attend", "gathered_attention", "keeps_pairs", "merge", "safe_row_max"]
+__all__ = [
+    "LOG2_E",
+    "BlockKeys",
+    "GatheredKeys",
+    "Partial",
+    "attend",
+    "block_attention",
+    "gathered_attention",
+    "keeps_pairs",
+    "merge",
+    "safe_row_max",
+]
 # exp(x) = 2^(x LOG2_E): on the CPU exp2 takes a fraction of the time of exp.
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -122,6 +135,30 @@ class _Attend(torch.autograd.Function):
         call = AttendCall(query, key, value, bias, ctx.scale, ctx.dropout_p, ctx.is_exported)
         gradients = ctx.backend.backward(call, Partial(out, lse), grad_out, grad_lse, ctx.needs_input_grad[4])
         return None, *gradients, None, None, None
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, keys: BlockKeys, *, scale: float, dropout_p: float = 0.0
+) -> Partial | None:
+    """Compute attention of blocks of queries to their keys by a kernel that reads the keys where they are.
+
+    Args:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        keys: the keys of each block.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partial of out (BH, Nq, Dv) and lse (BH, Nq), by position of the queries. None if no backend applies: then the
+        caller computes the same by `attend`.
+    """
+    call = BlockCall(query, key, value, keys, float(scale), dropout_p)
+    for backend in BLOCK_BACKENDS:
+        if backend.applies(call):
+            return backend.attend(call)
+    return None
 
 
 def gathered_attention(

@@ -124,6 +124,72 @@ class GatheredBackend(NamedTuple):
     attend: Callable[[GatheredCall], Tensor]
 
 
+class BlockKeys(NamedTuple):
+    """The keys of each of T blocks of queries: a window or a range of keys, and a list of keys.
+
+    A query attends to all of them in one softmax. A listed key that is in the window of a query counts once.
+
+    Attributes:
+        block_q: the number of queries of a block.
+        query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
+        window: (left, right), so that the query at position i attends to the keys at positions i - left .. i + right of
+            its range, or of all keys if there is no range; or None.
+        start: int64 (BH, T), the first sorted index of the range of each block, or None.
+        range_len: the number of keys of a range. Keys behind the last one do not exist.
+        key_order: int64 (BH, Nk), the positions of the keys by sorted index, or None.
+        key_mask: bool (1 or BH, Nk), the valid keys of ranges and windows by position, or None.
+        listed: int64 (BH, T, M), the positions of the listed keys, or None.
+        log_weight: (BH, T, M), added to the scores of the listed keys; -inf for an unused entry.
+        is_causal: whether a query attends to no listed key after its own position.
+    """
+
+    block_q: int
+    query_order: Tensor | None = None
+    window: tuple[int, int] | None = None
+    start: Tensor | None = None
+    range_len: int = 0
+    key_order: Tensor | None = None
+    key_mask: Tensor | None = None
+    listed: Tensor | None = None
+    log_weight: Tensor | None = None
+    is_causal: bool = False
+
+
+class BlockCall(NamedTuple):
+    """The arguments of `block_attention`, which documents them.
+
+    Attributes:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        keys: the keys of each block of queries.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    keys: BlockKeys
+    scale: float
+    dropout_p: float
+
+
+class BlockBackend(NamedTuple):
+    """One way to compute `block_attention` without copies of the keys.
+
+    Attributes:
+        name: a name for messages and tests.
+        applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
+        attend: attend(call) returns the partial (BH, Nq, Dv) and (BH, Nq), by position of the queries. It is
+            differentiable in the tensors of the call and in `log_weight`.
+    """
+
+    name: str
+    applies: Callable[[BlockCall], bool]
+    attend: Callable[[BlockCall], Partial]
+
+
 def safe_row_max(row_max: Tensor) -> Tensor:
     """Maxima that can be subtracted from scores: -inf, the maximum of an empty set, becomes 0."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)
