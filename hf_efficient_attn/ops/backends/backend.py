@@ -127,19 +127,21 @@ class GatheredBackend(NamedTuple):
 class BlockKeys(NamedTuple):
     """The keys of each of T blocks of queries: a window or a range of keys, and a list of keys.
 
-    A query attends to all of them in one softmax. A listed key that is in the window of a query counts once.
+    A query attends to all of them in one softmax. Without ranges a listed key in the window of a query counts once.
 
     Attributes:
         block_q: the number of queries of a block.
         query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
         window: (left, right), so that the query at position i attends to the keys at positions i - left .. i + right of
             its range, or of all keys if there is no range; or None.
-        start: int64 (BH, T), the first sorted index of the range of each block, or None.
+        start: int64 (BH, T), the first sorted index of the range of each block, or None. A window without ranges has no
+            orders.
         range_len: the number of keys of a range. Keys behind the last one do not exist.
         key_order: int64 (BH, Nk), the positions of the keys by sorted index, or None.
-        key_mask: bool (1 or BH, Nk), the valid keys of ranges and windows by position, or None.
-        listed: int64 (BH, T, M), the positions of the listed keys, or None.
+        key_mask: bool (1 or BH, Nk), the valid keys of ranges and windows, by sorted index, or None.
+        listed: int64 (BH, T, M), the positions of the listed keys, or None. No key of the range of a block is listed.
         log_weight: (BH, T, M), added to the scores of the listed keys; -inf for an unused entry.
+        num_listed: int64 (BH, T), the number of entries of each list from which on all are unused, or None.
         is_causal: whether a query attends to no listed key after its own position.
     """
 
@@ -152,6 +154,7 @@ class BlockKeys(NamedTuple):
     key_mask: Tensor | None = None
     listed: Tensor | None = None
     log_weight: Tensor | None = None
+    num_listed: Tensor | None = None
     is_causal: bool = False
 
 
