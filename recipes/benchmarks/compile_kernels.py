@@ -185,8 +185,9 @@ def main(arguments: list[str] | None = None) -> int:
             for row in some:
                 fault = "  FAULT" if row.is_fault else ""
                 print(
-                    f"{row.call:50} {row.kernel:22} sm_{row.capability:<4} {row.registers:3} registers {row.spills:4} B "
-                    f"spilled {row.shared / 1024:5.1f} KiB {row.per_multiprocessor:2} per multiprocessor{fault}",
+                    f"{row.call:50} {row.kernel:22} sm_{row.capability:<4} {row.registers:3} registers "
+                    f"{row.spills:4} B spilled "
+                    f"{row.shared / 1024:5.1f} KiB {row.per_multiprocessor:2} per multiprocessor{fault}",
                     flush=True,
                 )
     if given.json is not None:

@@ -74,56 +74,6 @@ class Backend(NamedTuple):
     backward: Callable[[AttendCall, Partial, Tensor, Tensor | None, bool], Gradients] | None
 
 
-class GatheredKeys(NamedTuple):
-    """The indices of the keys of each of T blocks of queries.
-
-    Attributes:
-        key_index: int64 (BH, T, K).
-        bias: (BH, T, 1 or block_q, K), added to the scores.
-        block_q: the number of queries of a block.
-        query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
-    """
-
-    key_index: Tensor
-    bias: Tensor
-    block_q: int
-    query_order: Tensor | None = None
-
-
-class GatheredCall(NamedTuple):
-    """The arguments of `gathered_attention`, which documents them.
-
-    Attributes:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        gathered: the keys of each block of queries.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gathered: GatheredKeys
-    scale: float
-    dropout_p: float
-
-
-class GatheredBackend(NamedTuple):
-    """One way to compute `gathered_attention` without copies of the keys.
-
-    Attributes:
-        name: a name for messages and tests.
-        applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
-        attend: attend(call) returns the output (BH, Nq, Dv), by position of the queries. It is differentiable.
-    """
-
-    name: str
-    applies: Callable[[GatheredCall], bool]
-    attend: Callable[[GatheredCall], Tensor]
-
-
 class BlockKeys(NamedTuple):
     """The keys of each of T blocks of queries: a window or a range of keys, and a list of keys.
 
@@ -184,13 +134,16 @@ class BlockBackend(NamedTuple):
     Attributes:
         name: a name for messages and tests.
         applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
-        attend: attend(call) returns the partial (BH, Nq, Dv) and (BH, Nq), by position of the queries. It is
-            differentiable in the tensors of the call and in `log_weight`.
+        forward: forward(call) returns the partial (BH, Nq, Dv) and (BH, Nq), by position of the queries, as that of
+            `Backend`.
+        backward: backward(call, partial, grad_out, grad_lse, with_log_weight) returns `Gradients`, with that of
+            `log_weight` as bias, as that of `Backend`.
     """
 
     name: str
     applies: Callable[[BlockCall], bool]
-    attend: Callable[[BlockCall], Partial]
+    forward: Callable[[BlockCall], Partial]
+    backward: Callable[[BlockCall, Partial, Tensor, Tensor | None, bool], Gradients]
 
 
 def safe_row_max(row_max: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches
-from hf_efficient_attn.ops.backends.backend import BlockBackend, BlockCall, BlockKeys, Partial
-from hf_efficient_attn.ops.tracing import kept_results
+from hf_efficient_attn.ops.backends.backend import BlockBackend, BlockCall, BlockKeys, Gradients, Partial
 
 
 class _Tile(NamedTuple):
@@ -21,9 +20,10 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# Maps the bytes of a number and the larger one of D and Dv, padded, to the tiles of the forward and of the gradients of
-# queries and keys. They fit into the 99 KiB of shared memory that all devices of compute capability 8.0 and later have,
-# and in half precision into the registers.
+_KERNELS = "block_forward", "block_query_gradients", "block_key_gradients"
+# Maps the bytes of a number and the larger one of D and Dv, padded, to the tiles of these kernels. They fit into the
+# 99 KiB of shared memory that all devices of compute capability 8.0 and later have, and in half precision into the
+# registers.
 _TILES = {
     (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 4, 2), _Tile(32, 64, 4, 2)),
     (2, 128): (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2), _Tile(32, 64, 8, 2)),
@@ -59,73 +59,40 @@ def _applies(call: BlockCall) -> bool:
     return launches.passes_check("block attention", query.device, form, check)
 
 
-def _attend(call: BlockCall) -> Partial:
-    query, key, value = (x.contiguous() for x in call[:3])
-    fields = (x.contiguous() if isinstance(x, Tensor) else x for x in call.keys)
-    keys = BlockKeys(*fields)
-    log_weight = None if keys.log_weight is None else keys.log_weight.float()
-    return Partial(*_BlockAttention.apply(query, key, value, log_weight, keys, call.scale))  # type: ignore[no-untyped-call]
-
-
-class _BlockAttention(torch.autograd.Function):
-    """Output and lse, from contiguous tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, log_weight, keys, ctx.scale = given
-        call = BlockCall(query, key, value, keys._replace(log_weight=log_weight), ctx.scale, 0.0)
-        out, lse = kept_results(lambda: _forward(call))
-        ctx.save_for_backward(query, key, value, out, lse, *(x if isinstance(x, Tensor) else None for x in call.keys))
-        ctx.others = [None if isinstance(x, Tensor) else x for x in keys]
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *tensors = ctx.saved_tensors
-        keys = BlockKeys(*(x if y is None else y for x, y in zip(tensors, ctx.others, strict=True)))
-        call = BlockCall(query, key, value, keys, ctx.scale, 0.0)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        return *_backward(call, Partial(out, lse), grad_out, grad_lse, ctx.needs_input_grad[3]), None, None
-
-
-def _forward(call: BlockCall) -> tuple[Tensor, Tensor]:
-    """Return out (BH, Nq, Dv) in the dtype of the values and lse float32 (BH, Nq)."""
+def _forward(call: BlockCall) -> Partial:
     query = call.query
     out = torch.empty(*query.shape[:2], call.value.shape[2], dtype=call.value.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    _launch("forward_kernel", call, {"out": out, "lse": lse})
-    return out, lse
+    _launch("block_forward", call, {"out": out, "lse": lse})
+    return Partial(out, lse)
 
 
 def _backward(
     call: BlockCall, partial: Partial, grad_out: Tensor, grad_lse: Tensor | None, with_log_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and log-weights."""
-    query, key, value, keys, *_ = call
-    grad_query = torch.empty_like(query)
+) -> Gradients:
+    _, key, value, keys, *_ = call
+    grad_query, grad_key, grad_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in call[:3])
     delta = torch.empty_like(partial.lse)
     sums: list[Tensor | None] = [None, None, None]
     if keys.listed is not None:  # the programs add to these
         shapes = key.shape, value.shape, keys.listed.shape
         sums = [torch.zeros(x, dtype=torch.float32, device=key.device) for x in shapes]
         sums[2] = sums[2] if with_log_weight else None
-    others = {"lse": partial.lse, "grad_out": grad_out.contiguous(), "delta": delta}
+    others = {"lse": partial.lse, "grad_out": grad_out, "delta": delta}
     of_queries = {
         **others,
         "out": partial.out,
-        "grad_lse": None if grad_lse is None else grad_lse.contiguous(),
+        "grad_lse": grad_lse,
         "grad_query": grad_query,
         **dict(zip(("grad_key", "grad_value", "grad_log_weight"), sums, strict=True)),
     }
-    _launch("query_gradient_kernel", call, of_queries)
+    _launch("block_query_gradients", call, of_queries)
     if keys.start is None and keys.window is None:
         assert sums[0] is not None and sums[1] is not None
-        return grad_query, sums[0].to(key.dtype), sums[1].to(value.dtype), sums[2]
-    grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        return Gradients(grad_query, sums[0].to(key.dtype), sums[1].to(value.dtype), sums[2])
     of_list = {"listed_grad_key": sums[0], "listed_grad_value": sums[1]}
-    _launch("key_gradient_kernel", call, {**others, **of_list, "grad_key": grad_key, "grad_value": grad_value})
-    return grad_query, grad_key, grad_value, sums[2]
+    _launch("block_key_gradients", call, {**others, **of_list, "grad_key": grad_key, "grad_value": grad_value})
+    return Gradients(grad_query, grad_key, grad_value, sums[2])
 
 
 def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
@@ -134,12 +101,10 @@ def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
     head_dim = query.shape[2]
     value_dim = value.shape[2]
     itemsize = max(2, key.element_size(), value.element_size())
-    number = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel").index(name)
-    block_m, block_n, num_warps, num_stages = _TILES[itemsize, max(64, launches.padded(max(head_dim, value_dim)))][
-        number
-    ]
+    wide = max(64, launches.padded(max(head_dim, value_dim)))
+    block_m, block_n, num_warps, num_stages = _TILES[itemsize, wide][_KERNELS.index(name)]
     num_blocks = -(-query.shape[1] // keys.block_q)
-    if name == "key_gradient_kernel":
+    if name == "block_key_gradients":
         chunks = -(-key.shape[1] // block_n)
         grid = len(query) * chunks
     else:
@@ -156,7 +121,7 @@ def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
         "key_order": keys.key_order,
         "key_mask": None if mask is None else mask.view(torch.uint8),
         "listed": keys.listed,
-        "log_weight": keys.log_weight,
+        "log_weight": None if keys.log_weight is None else keys.log_weight.float(),
         "num_listed": keys.num_listed,
         "order": keys.query_order,
         **others,
@@ -172,6 +137,7 @@ def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
         "left": left,
         "right": right,
     }
+    arguments = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     constants = {
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
@@ -225,7 +191,8 @@ def _check(call: BlockCall, given: tuple[str, ...], with_backward: bool) -> None
     tensors = (*small[:3], small.keys.log_weight)
     leaves = [x.double().requires_grad_() for x in tensors if x is not None]
     keys = small.keys._replace(log_weight=leaves[3] if len(leaves) > 3 else None)
-    expected = block_attention_naive(BlockCall(*leaves[:3], keys, call.scale, 0.0))
+    query, key, value = leaves[:3]
+    expected = block_attention_naive(BlockCall(query, key, value, keys, call.scale, 0.0))
     tolerance = 3e-2 if torch.bfloat16 in (call.key.dtype, call.value.dtype) else 4e-3
     empty = expected.lse == -torch.inf
     launches.check_close(out, expected.out, tolerance)
@@ -264,7 +231,8 @@ def _small(call: BlockCall, given: tuple[str, ...]) -> BlockCall:
     }
     fields = {name: made[name] for name in given}
     keys = BlockKeys(block_q, range_len=40, is_causal=call.keys.is_causal, **fields)  # type: ignore[arg-type]
-    return BlockCall(*rows, keys, call.scale, 0.0)
+    query, key, value = rows
+    return BlockCall(query, key, value, keys, call.scale, 0.0)
 
 
-BACKEND = BlockBackend("block_attention", _applies, _attend)
+BACKEND = BlockBackend("block_attention", _applies, _forward, _backward)

@@ -155,12 +155,13 @@ def _softmax_step(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def forward_kernel(
+def block_forward(
     query, key, value, start, key_order, key_mask, listed, log_weight, num_listed, order, out, lse, scale, q_len,
     kv_len, block_q, num_blocks, chunks, range_len, list_size, mask_stride, left, right, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute out and lse of some queries of a block."""
     head, block, position, exists, first, last = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
     row = head * q_len + position
     queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
@@ -178,10 +179,9 @@ def forward_kernel(
             values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
             row_max, total, sums = _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION)
     if listed is not None:
+        list_len = list_size
         if num_listed is not None:
             list_len = tl.load(num_listed + block).to(tl.int32)
-        else:
-            list_len = list_size
         for at in range(0, list_len, BLOCK_N):
             entry = at + tl.arange(0, BLOCK_N)
             positions, used, bias = _keys_of_list(
@@ -226,13 +226,14 @@ def _load_lse(lse, row, exists):
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def query_gradient_kernel(
+def block_query_gradients(
     query, key, value, start, key_order, key_mask, listed, log_weight, num_listed, order, out, lse, grad_out, grad_lse,
     grad_query, delta, grad_key, grad_value, grad_log_weight, scale, q_len, kv_len, block_q, num_blocks, chunks,
     range_len, list_size, mask_stride, left, right, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of some queries of a block, delta, and the sums of the gradients of what is listed."""
     head, block, position, exists, first, last = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
     row = head * q_len + position
     queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
@@ -255,10 +256,9 @@ def query_gradient_kernel(
             _, scores = _pair_gradients(queries, keys, values, bias, own_lse, grad, own_delta, scale, PRECISION)
             sums += _dot(scores.to(keys.dtype), keys, PRECISION)  # (BLOCK_M, D)
     if listed is not None:
+        list_len = list_size
         if num_listed is not None:
             list_len = tl.load(num_listed + block).to(tl.int32)
-        else:
-            list_len = list_size
         for at in range(0, list_len, BLOCK_N):
             entry = at + tl.arange(0, BLOCK_N)
             positions, used, bias = _keys_of_list(
@@ -309,12 +309,13 @@ def _queries_of_keys(start, head, first, size, q_len, block_q, num_blocks, range
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def key_gradient_kernel(
+def block_key_gradients(
     query, key, value, start, key_order, key_mask, order, lse, grad_out, delta, listed_grad_key, listed_grad_value,
     grad_key, grad_value, scale, q_len, kv_len, block_q, num_blocks, chunks, range_len, mask_stride, left, right,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of some keys and values, that of what is listed included."""
     program = tl.program_id(0)
     head = (program // chunks).to(tl.int64)
     first = (program % chunks) * BLOCK_N
