@@ -20,6 +20,7 @@ from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import BlockCall
 from hf_efficient_attn.ops.backends.block_attention import block_attention_naive
 from instances import inputs, numbers, padding_mask
+from recipes.common.kernel_costs import COSTS
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
@@ -63,9 +64,9 @@ def make_call(form: str, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = to
     draw = torch.Generator().manual_seed(0)
     blocks = -(-q_len // block_q)
     start = torch.randint(kv_len, (2, blocks), generator=draw)
-    listed = torch.randint(kv_len, (2, blocks, 37), generator=draw)
-    log_weight = numbers(2, blocks, 37, seed=3)
-    log_weight[torch.rand(2, blocks, 37, generator=draw) < 0.2] = -torch.inf
+    listed = torch.randint(kv_len, (2, blocks, 38), generator=draw)
+    log_weight = numbers(2, blocks, 38, seed=3)
+    log_weight[torch.rand(2, blocks, 38, generator=draw) < 0.2] = -torch.inf
     if blocks > 1:
         start[0, 1], log_weight[0, 1] = kv_len, -torch.inf
     fields = {
@@ -76,7 +77,7 @@ def make_call(form: str, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = to
         "key_mask": torch.rand(2 if "range" in form else 1, kv_len, generator=draw) < 0.8,
         "listed": listed,
         "log_weight": log_weight.float().double(),
-        "num_listed": torch.randint(38, (2, blocks), generator=draw),
+        "num_listed": torch.randint(39, (2, blocks), generator=draw),
     }
     names, is_causal = FORMS[form]
     keys = BlockKeys(block_q, range_len=20, is_causal=is_causal, **{name: fields[name] for name in names})
@@ -159,7 +160,7 @@ def test_the_readable_form_query_by_query():
                         near.add(j)
                         weights[j] += keys.key_mask is None or bool(keys.key_mask[a % len(keys.key_mask), index])
             if keys.listed is not None:
-                count = 37 if keys.num_listed is None else int(keys.num_listed[a, block])
+                count = 38 if keys.num_listed is None else int(keys.num_listed[a, block])
                 pairs = zip(keys.listed[a, block, :count].tolist(), keys.log_weight[a, block].tolist(), strict=False)
                 for j, log_weight in pairs:
                     if not (is_causal and j > i) and not (keys.start is None and j in near):
@@ -266,3 +267,57 @@ def test_what_the_kernels_do_not_compute(why, monkeypatch):
     monkeypatch.setenv("HEA_KERNELS", "none")
     with pytest.raises(ValueError, match="HEA_KERNELS=none"):
         launches.takes(OnGpu())
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter reads")
+@pytest.mark.parametrize("form", ["window", "masked window and list", "window of ranges and list", "list"])
+def test_costs_are_what_the_kernels_read_and_write(form, by_kernels, monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    moved, added = [0], [0]
+    load, store, add = (
+        getattr(InterpreterBuilder, f"create_{x}") for x in ("masked_load", "masked_store", "atomic_rmw")
+    )
+
+    def bytes_of(ptrs, mask):
+        return int(mask.data.sum()) * ptrs.dtype.element_ty.primitive_bitwidth // 8
+
+    def counted_load(self, ptrs, mask, *given):
+        moved[0] += bytes_of(ptrs, mask)
+        return load(self, ptrs, mask, *given)
+
+    def counted_store(self, ptrs, value, mask, *given):
+        moved[0] += bytes_of(ptrs, mask)
+        return store(self, ptrs, value, mask, *given)
+
+    def counted_add(self, op, ptr, value, mask, *given):
+        added[0] += int(mask.data.sum())
+        return add(self, op, ptr, value, mask, *given)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted_add)
+    run, checked = launches.launch, set()
+
+    def launch(call):
+        moved[0] = added[0] = 0
+        run(call)
+        cost = COSTS[call.name](call)
+        assert moved[0] == pytest.approx(cost.moved, rel=0.1), call.name
+        assert added[0] == pytest.approx(cost.atomics, rel=0.02), call.name
+        checked.add(call.name)
+
+    monkeypatch.setattr(launches, "launch", launch)
+    call, leaves = on_device(make_call(form, (256, 256, 32, 32, 64)), torch.float32)
+    keys = call.keys  # all ranges are whole, and all listed keys are used
+    if keys.start is not None:
+        keys = keys._replace(start=(torch.arange(4) * 60).repeat(2, 1), num_listed=torch.full((2, 4), 19))
+    if keys.key_mask is not None:
+        keys = keys._replace(key_mask=torch.ones_like(keys.key_mask))
+    if keys.log_weight is not None:
+        keys = keys._replace(log_weight=leaves[3].detach().clamp(min=-9.0).requires_grad_())
+        leaves[3] = keys.log_weight
+    out, lse = kernels(call._replace(keys=keys))
+    torch.autograd.grad((out, lse), leaves, (out.detach(), lse.detach()))
+    assert len(checked) == (2 if form == "list" else 3)

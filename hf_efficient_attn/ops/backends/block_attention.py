@@ -23,14 +23,14 @@ class _Tile(NamedTuple):
 _KERNELS = "block_forward", "block_query_gradients", "block_key_gradients"
 # Maps the bytes of a number and the larger one of D and Dv, padded, to the tiles of these kernels. They fit into the
 # 99 KiB of shared memory that all devices of compute capability 8.0 and later have, and in half precision into the
-# registers.
-_TILES = {
-    (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 4, 2), _Tile(32, 64, 4, 2)),
-    (2, 128): (_Tile(64, 64, 4, 2), _Tile(64, 32, 4, 2), _Tile(32, 64, 8, 2)),
-    (2, 256): (_Tile(64, 32, 8, 2), _Tile(32, 32, 8, 1), _Tile(32, 32, 8, 1)),
-    (4, 64): (_Tile(32, 32, 4, 2), _Tile(32, 32, 4, 1), _Tile(32, 32, 4, 1)),
-    (4, 128): (_Tile(32, 32, 8, 1), _Tile(16, 32, 4, 1), _Tile(32, 16, 4, 1)),
-    (4, 256): (_Tile(16, 16, 4, 1), _Tile(16, 16, 4, 1), _Tile(16, 16, 4, 1)),
+# registers. Gradients in float32 of more than 128 dimensions do not fit.
+_TILES: dict[tuple[int, int], tuple[_Tile, ...]] = {
+    (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 8, 2), _Tile(32, 64, 8, 2)),
+    (2, 128): (_Tile(64, 32, 4, 2), _Tile(64, 16, 8, 1), _Tile(32, 64, 8, 2)),
+    (2, 256): (_Tile(64, 16, 8, 2), _Tile(32, 16, 8, 1), _Tile(32, 32, 8, 1)),
+    (4, 64): (_Tile(32, 32, 4, 2), _Tile(32, 32, 8, 1), _Tile(32, 32, 8, 1)),
+    (4, 128): (_Tile(32, 32, 8, 1), _Tile(16, 32, 8, 1), _Tile(16, 32, 8, 1)),
+    (4, 256): (_Tile(16, 32, 8, 1),),
 }
 # A check has two blocks of at most this many queries, the most of a tile, and so many keys.
 _CHECKED_Q = 64
@@ -51,6 +51,8 @@ def _applies(call: BlockCall) -> bool:
     with_backward = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (query, key, value, keys.log_weight)
     )
+    if with_backward and len(_tiles(call)) < len(_KERNELS):
+        return False
     # What the kernels are compiled for
     given = tuple(name for name, x in zip(keys._fields, keys, strict=True) if isinstance(x, (Tensor, tuple)))
     sizes = query.shape[2], value.shape[2], min(_CHECKED_Q, launches.padded(keys.block_q))
@@ -95,14 +97,18 @@ def _backward(
     return Gradients(grad_query, grad_key, grad_value, sums[2])
 
 
+def _tiles(call: BlockCall) -> tuple[_Tile, ...]:
+    """Return the tiles of the forward and, where they fit, of the gradients."""
+    itemsize = max(2, call.key.element_size(), call.value.element_size())
+    return _TILES[itemsize, max(64, launches.padded(max(call.query.shape[2], call.value.shape[2])))]
+
+
 def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
     """Run a kernel on a call and on `others`."""
     query, key, value, keys, scale, _ = call
     head_dim = query.shape[2]
     value_dim = value.shape[2]
-    itemsize = max(2, key.element_size(), value.element_size())
-    wide = max(64, launches.padded(max(head_dim, value_dim)))
-    block_m, block_n, num_warps, num_stages = _TILES[itemsize, wide][_KERNELS.index(name)]
+    block_m, block_n, num_warps, num_stages = _tiles(call)[_KERNELS.index(name)]
     num_blocks = -(-query.shape[1] // keys.block_q)
     if name == "block_key_gradients":
         chunks = -(-key.shape[1] // block_n)
