@@ -69,6 +69,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
+def may_hold(condition: Tensor) -> bool:
+    """Whether a condition is True anywhere. On an accelerator, which the call would wait for, it may be."""
+    return condition.device.type != "cpu" or bool(condition.any())
+
+
 def index_of_max(scores: Tensor) -> Tensor:
     """Return the index of the largest number of each row: (..., n) -> int64 (...). It overwrites the scores.
 
