@@ -199,6 +199,7 @@ METHODS = [
     ("kdeformer", {}, True),
     ("kdeformer", {"near_field": "lsh"}, True),
     ("hyperattention", {"num_samples": 0}, True),
+    ("reformer", {}, False),
 ]
 
 
