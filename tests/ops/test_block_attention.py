@@ -207,7 +207,8 @@ METHODS = [
 @pytest.mark.parametrize("mask", ["none", "holes"])
 @pytest.mark.parametrize(("method", "options", "is_causal"), METHODS)
 def test_methods_with_and_without_the_kernels(method, options, is_causal, mask, by_kernels, monkeypatch):
-    config = hea.method_info(method).config_class(**{"block_size": 16, "num_samples": 12, **options})
+    sizes = {"block_size": 8} if method == "reformer" else {"block_size": 16, "num_samples": 12}
+    config = hea.method_info(method).config_class(**sizes | options)
     key_mask = padding_mask(mask, 2, 101)
     rows = [x.to(DEVICE).requires_grad_() for x in inputs(batch=2, q_len=101, value_dim=5)]
     grad = numbers(2, 2, 101, 5).float().to(DEVICE)

@@ -25,8 +25,8 @@ _KERNELS = "block_forward", "block_query_gradients", "block_key_gradients"
 # 99 KiB of shared memory that all devices of compute capability 8.0 and later have, and in half precision into the
 # registers. Gradients in float32 of more than 128 dimensions do not fit.
 _TILES: dict[tuple[int, int], tuple[_Tile, ...]] = {
-    (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 8, 2), _Tile(32, 64, 8, 2)),
-    (2, 128): (_Tile(64, 32, 4, 2), _Tile(64, 16, 8, 1), _Tile(32, 64, 8, 2)),
+    (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 8, 2), _Tile(64, 32, 4, 2)),
+    (2, 128): (_Tile(64, 64, 8, 2), _Tile(64, 16, 8, 1), _Tile(32, 64, 8, 2)),
     (2, 256): (_Tile(64, 32, 8, 1), _Tile(32, 16, 8, 1), _Tile(32, 32, 8, 1)),
     (4, 64): (_Tile(32, 32, 4, 2), _Tile(32, 32, 8, 1), _Tile(32, 32, 8, 1)),
     (4, 128): (_Tile(32, 32, 8, 1), _Tile(16, 32, 8, 1), _Tile(16, 32, 8, 1)),
@@ -81,19 +81,14 @@ def _backward(
         sums = [torch.zeros(x, dtype=torch.float32, device=key.device) for x in shapes]
         sums[2] = sums[2] if with_log_weight else None
     others = {"lse": partial.lse, "grad_out": grad_out, "delta": delta}
-    of_queries = {
-        **others,
-        "out": partial.out,
-        "grad_lse": grad_lse,
-        "grad_query": grad_query,
-        **dict(zip(("grad_key", "grad_value", "grad_log_weight"), sums, strict=True)),
-    }
-    _launch("block_query_gradients", call, of_queries)
+    of_queries = {"out": partial.out, "grad_lse": grad_lse, "grad_query": grad_query}
+    of_list = dict(zip(("grad_key", "grad_value", "grad_log_weight"), sums, strict=True))
+    _launch("block_query_gradients", call, others | of_queries | of_list)
     if keys.start is None and keys.window is None:
         assert sums[0] is not None and sums[1] is not None
         return Gradients(grad_query, sums[0].to(key.dtype), sums[1].to(value.dtype), sums[2])
     of_list = {"listed_grad_key": sums[0], "listed_grad_value": sums[1]}
-    _launch("block_key_gradients", call, {**others, **of_list, "grad_key": grad_key, "grad_value": grad_value})
+    _launch("block_key_gradients", call, others | of_list | {"grad_key": grad_key, "grad_value": grad_value})
     return Gradients(grad_query, grad_key, grad_value, sums[2])
 
 
@@ -119,41 +114,21 @@ def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
         grid = len(query) * num_blocks * chunks
     mask = keys.key_mask
     left, right = keys.window or (None, None)
+    log_weight = None if keys.log_weight is None else keys.log_weight.float()
     arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "start": keys.start,
-        "key_order": keys.key_order,
-        "key_mask": None if mask is None else mask.view(torch.uint8),
-        "listed": keys.listed,
-        "log_weight": None if keys.log_weight is None else keys.log_weight.float(),
-        "num_listed": keys.num_listed,
-        "order": keys.query_order,
-        **others,
-        "scale": scale,
-        "q_len": query.shape[1],
-        "kv_len": key.shape[1],
-        "block_q": keys.block_q,
-        "num_blocks": num_blocks,
-        "chunks": chunks,  # programs of a block, or of the keys of a head
-        "range_len": keys.range_len,
-        "list_size": 0 if keys.listed is None else keys.listed.shape[2],
-        "mask_stride": 0 if mask is None or len(mask) < len(key) else key.shape[1],
-        "left": left,
-        "right": right,
-    }
+        "query": query, "key": key, "value": value, "order": keys.query_order, "start": keys.start,
+        "key_order": keys.key_order, "key_mask": None if mask is None else mask.view(torch.uint8),
+        "listed": keys.listed, "log_weight": log_weight, "num_listed": keys.num_listed, **others, "scale": scale,
+        "q_len": query.shape[1], "kv_len": key.shape[1], "block_q": keys.block_q, "num_blocks": num_blocks,
+        "chunks": chunks, "range_len": keys.range_len, "list_size": 0 if log_weight is None else log_weight.shape[2],
+        "mask_stride": 0 if mask is None or len(mask) < len(key) else key.shape[1], "left": left, "right": right,
+    }  # fmt: skip
     arguments = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()}
     constants = {
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "PADDED_HEAD_DIM": launches.padded(head_dim),
-        "PADDED_VALUE_DIM": launches.padded(value_dim),
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "IS_CAUSAL": keys.is_causal,
+        "HEAD_DIM": head_dim, "PADDED_HEAD_DIM": launches.padded(head_dim), "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": launches.padded(value_dim), "IS_CAUSAL": keys.is_causal,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
-    }
+    }  # fmt: skip
     launches.launch(launches.Launch(name, _kernels, grid, arguments, constants, num_warps, num_stages))
 
 

@@ -126,11 +126,23 @@ def _keys_of_range(
 
 @triton.jit
 def _keys_of_list(
-    at, entry, exists, position, listed, log_weight, start, left, right, IS_CAUSAL: tl.constexpr
-):  # fmt: skip
+    at,
+    list_len,
+    first,
+    position,
+    listed,
+    log_weight,
+    start,
+    left,
+    right,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Load positions of listed keys, which of them are used, and their bias (1 or BLOCK_M, BLOCK_N)."""
-    weight = tl.load(log_weight + entry, mask=exists, other=float("-inf")) * _LOG2_E
-    positions = tl.load(listed + entry, mask=exists, other=0).to(tl.int32)
+    entry = at + tl.arange(0, BLOCK_N)
+    exists = entry < list_len
+    weight = tl.load(log_weight + first + entry, mask=exists, other=float("-inf")) * _LOG2_E
+    positions = tl.load(listed + first + entry, mask=exists, other=0).to(tl.int32)
     bias = weight[None, :]
     if left is not None and start is None:  # a key of the window counts once
         bias = tl.where(_in_window(position, positions, left, right), float("-inf"), bias)
@@ -140,9 +152,7 @@ def _keys_of_list(
 
 
 @triton.jit
-def _softmax_step(
-    queries, keys, values, bias, row_max, total, sums, scale, PRECISION: tl.constexpr
-):  # fmt: skip
+def _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION: tl.constexpr):
     """Add keys to the maximum of the scores of each query, the sum of its weights, and that of its weighted values."""
     scores = _dot(queries, tl.trans(keys), PRECISION) * scale + bias  # (BLOCK_M, BLOCK_N)
     new_max = tl.maximum(row_max, tl.max(scores, 1))  # (BLOCK_M,)
@@ -183,18 +193,8 @@ def block_forward(
         if num_listed is not None:
             list_len = tl.load(num_listed + block).to(tl.int32)
         for at in range(0, list_len, BLOCK_N):
-            entry = at + tl.arange(0, BLOCK_N)
             positions, used, bias = _keys_of_list(
-                at,
-                block * list_size + entry,
-                entry < list_len,
-                position,
-                listed,
-                log_weight,
-                start,
-                left,
-                right,
-                IS_CAUSAL,
+                at, list_len, block * list_size, position, listed, log_weight, start, left, right, IS_CAUSAL, BLOCK_N
             )
             keys = _load_rows(key, head * kv_len + positions, used, HEAD_DIM, PADDED_HEAD_DIM)
             values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
@@ -206,9 +206,7 @@ def block_forward(
 
 
 @triton.jit
-def _pair_gradients(
-    queries, keys, values, bias, own_lse, grad, delta, scale, PRECISION: tl.constexpr
-):  # fmt: skip
+def _pair_gradients(queries, keys, values, bias, own_lse, grad, delta, scale, PRECISION: tl.constexpr):
     """Compute the weights of pairs, P = exp(scores - lse), and the gradients of their scores, (BLOCK_M, BLOCK_N) each.
 
     d scores = P * (grad_out . v_j - delta) with delta = grad_out . out - grad_lse.
@@ -260,18 +258,8 @@ def block_query_gradients(
         if num_listed is not None:
             list_len = tl.load(num_listed + block).to(tl.int32)
         for at in range(0, list_len, BLOCK_N):
-            entry = at + tl.arange(0, BLOCK_N)
             positions, used, bias = _keys_of_list(
-                at,
-                block * list_size + entry,
-                entry < list_len,
-                position,
-                listed,
-                log_weight,
-                start,
-                left,
-                right,
-                IS_CAUSAL,
+                at, list_len, block * list_size, position, listed, log_weight, start, left, right, IS_CAUSAL, BLOCK_N
             )
             own = head * kv_len + positions
             keys = _load_rows(key, own, used, HEAD_DIM, PADDED_HEAD_DIM)
@@ -280,7 +268,8 @@ def block_query_gradients(
             some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION)  # (BLOCK_N, Dv)
             _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_VALUE_DIM)
             if grad_log_weight is not None:
-                tl.atomic_add(grad_log_weight + block * list_size + entry, tl.sum(scores, 0), used, sem="relaxed")
+                entry = block * list_size + at + tl.arange(0, BLOCK_N)
+                tl.atomic_add(grad_log_weight + entry, tl.sum(scores, 0), used, sem="relaxed")
             scores = scores.to(keys.dtype)
             some = _dot(tl.trans(scores), queries, PRECISION) * scale  # (BLOCK_N, D)
             _add_to_rows(grad_key, own, used, some, HEAD_DIM, PADDED_HEAD_DIM)
