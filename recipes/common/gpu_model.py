@@ -280,6 +280,10 @@ class Recorder(TorchDispatchMode):
             moved += min(size_of(x), sum(map(size_of, outs))) - size_of(x)
         elif name == "_softmax" and n > 1024:
             moved += size_of(x)
+        if name in ("scatter_", "index_put_", "index_copy_", "index_fill_"):  # touch what is indexed only
+            index = next(y for y in tree_leaves(args[1:]) if isinstance(y, Tensor))
+            each = 1 if name == "scatter_" else x.numel() / max(1, x.shape[0])
+            moved += 2 * (index.numel() * each * x.element_size() - size_of(x))
         self.add(name, moved, least=least, ops=ops)
 
 

@@ -168,7 +168,8 @@ def plan_near_field(
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
     near_of_window = near_keys(window, ranks)  # (BH, R, block_k) each
     near_of_lsh = near_keys(lsh, of_lsh)
-    outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
+    inside = weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1))
+    outside = 1.0 - inside.sum(3, dtype=accumulation_dtype(query.dtype))  # (BH, R, 2)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
     if valid is not None:
         outside = outside.masked_fill(~valid.unsqueeze(2), 0.0)
@@ -263,8 +264,9 @@ def probe_norms(
     member = member.to(squares.dtype)
     factor = near.num_queries * groups
     # A quotient of integers would have float32.
-    weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
-    return torch.bmm(member * weight, squares), group  # (BH, G, R) @ (BH, R, Nk) -> (BH, G, Nk)
+    norms = torch.bmm(member, squares).to(accumulation_dtype(squares.dtype))  # (BH, G, R) @ (BH, R, Nk)
+    weight = factor / num_rows if isinstance(factor, int) else (factor.to(norms.dtype) / num_rows).unsqueeze(2)
+    return norms.mul_(weight), group  # (BH, G, Nk)
 
 
 def sampling_scores(
