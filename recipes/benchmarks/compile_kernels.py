@@ -1,34 +1,44 @@
 """Compile the Triton kernels of the package for GPUs that need not be there, and list registers, spills and memory.
 
     pip install -e ".[gpu-test]"
-    python -m recipes.benchmarks.compile_kernels [--capabilities 80 90 100] [--kernels NAME ...] [--json FILE]
+    python -m recipes.benchmarks.compile_kernels [--capabilities 80,90,100] [--json FILE]
 
 Every row is a kernel of a call in `CALLS`, for a device of one compute capability. The exit code is 1 if a kernel in
 half precision spills registers, or if one needs more than the 99 KiB of shared memory that devices of compute
 capability 8.6 have. It takes about a second per row, and runs without TRITON_INTERPRET.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
-import json
+import multiprocessing
 import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import typer
 from torch import Tensor
+from tqdm import tqdm
 
+from hf_efficient_attn.cli import main_of, parse_lengths
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.io.json import write_json
+from hf_efficient_attn.io.writing import check_writable
 from hf_efficient_attn.ops.attend import BlockKeys, block_attention
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.launches import Launch
+from recipes.common import commands
 
+app = commands.new_app()
+COLUMNS = {
+    "call": "{call}", "kernel": "{kernel}", "capability": "{capability}", "registers": "{registers}",
+    "spills": "{spills}", "shared": "{shared}", "per multiprocessor": "{per_multiprocessor}", "fault": "{fault}",
+}  # fmt: skip
 _SHARED = 99 << 10
 _TYPES = {
     torch.float32: "*fp32",
@@ -162,40 +172,40 @@ def _resources(ptx: str, capability: int) -> tuple[int, int]:
     return registers, spills
 
 
-def rows_of(name: str, capabilities: list[int], kernels: list[str]) -> list[Row]:
-    """Compile the kernels of a call that have one of the names, or all, for each compute capability."""
+def rows_of(name: str, capabilities: list[int]) -> list[Row]:
+    """Compile the kernels of a call for each compute capability."""
     with recorded() as found:
         CALLS[name]()
-    chosen = [x for x in found if not kernels or x.name in kernels]
-    return [compiled(name, x, capability) for x in chosen for capability in capabilities]
+    return [compiled(name, x, capability) for x in found for capability in capabilities]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the rows, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90, 100])
-    parser.add_argument("--kernels", nargs="+", default=[], help="names of kernels; default: all")
-    parser.add_argument("--calls", default="", help="a part of the names of the calls")
-    parser.add_argument("--json", type=pathlib.Path, help="write the rows to a file")
-    given = parser.parse_args(arguments)
-    names = [x for x in CALLS if given.calls in x]
-    rows: list[Row] = []
-    with concurrent.futures.ProcessPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-        count = len(names)
-        for some in pool.map(rows_of, names, [given.capabilities] * count, [given.kernels] * count):
-            rows += some
-            for row in some:
-                fault = "  FAULT" if row.is_fault else ""
-                print(
-                    f"{row.call:50} {row.kernel:22} sm_{row.capability:<4} {row.registers:3} registers "
-                    f"{row.spills:4} B spilled "
-                    f"{row.shared / 1024:5.1f} KiB {row.per_multiprocessor:2} per multiprocessor{fault}",
-                    flush=True,
-                )
-    if given.json is not None:
-        given.json.write_text(json.dumps([x._asdict() for x in rows], indent=1), encoding="utf-8")
-    return int(any(x.is_fault for x in rows))
+@app.command(epilog="Example: python -m recipes.benchmarks.compile_kernels --capabilities 90 --calls window")
+def compile_kernels(
+    capabilities: commands.numbers_option("Compute capabilities, times ten", "80,90,100") = [],  # noqa: B006
+    calls: commands.option(str, "Only calls with this part of their name.") = "",
+    json: commands.option(
+        pathlib.Path | None, "Write the rows to a JSON file.", metavar="FILE", callback=commands.checked(check_writable)
+    ) = None,
+) -> None:
+    """Compile the Triton kernels of the package for NVIDIA GPUs that need not be there."""
+    names = [x for x in CALLS if calls in x]
+    if not names:
+        raise UnsupportedAttentionError(f"no call has {calls!r} in its name. The calls: {'; '.join(CALLS)}")
+    chosen = parse_lengths(capabilities) or [80, 90, 100]
+    # Processes that begin anew, since PyTorch and Triton have threads
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), context) as pool:
+        found = pool.map(rows_of, names, [chosen] * len(names))
+        rows = [x for some in tqdm(found, total=len(names), disable=None, leave=False) for x in some]
+    if json is not None:
+        write_json(json, [x._asdict() for x in rows])
+    faults = [x for x in rows if x.is_fault]
+    commands.report(
+        [x._asdict() | {"fault": "yes" if x.is_fault else ""} for x in rows], COLUMNS, "Bytes, not measured."
+    )
+    if faults:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main_of(app, "python -m recipes.benchmarks.compile_kernels")

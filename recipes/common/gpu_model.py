@@ -272,8 +272,6 @@ class Recorder(TorchDispatchMode):
             least = n / 1024 * 1.2e-6 * math.ceil(rows / 264) if is_inner else 0.0
         elif name.startswith(("index_add", "scatter_add", "scatter_reduce")):
             least, ops = given[-1].numel() / (m.atomics / 20 if "reduce" in name else m.atomics), 2
-        elif name in ("scatter_", "index_put_"):  # sectors of 32 bytes, and not the whole tensor
-            moved += given[1].numel() * 32.0 - 2.0 * size_of(x)
         elif name == "searchsorted":
             moved += given[1].numel() * 16.0 * math.log2(max(2, given[0].shape[-1]))
         elif name in ("embedding", "index_select", "gather", "index"):

@@ -27,7 +27,7 @@ _KERNELS = "block_forward", "block_query_gradients", "block_key_gradients"
 _TILES: dict[tuple[int, int], tuple[_Tile, ...]] = {
     (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 8, 2), _Tile(64, 32, 4, 2)),
     (2, 128): (_Tile(64, 64, 8, 2), _Tile(64, 16, 8, 1), _Tile(32, 64, 8, 2)),
-    (2, 256): (_Tile(64, 32, 8, 1), _Tile(32, 16, 8, 1), _Tile(32, 32, 8, 1)),
+    (2, 256): (_Tile(64, 16, 8, 1), _Tile(32, 16, 8, 1), _Tile(32, 32, 8, 1)),
     (4, 64): (_Tile(32, 32, 4, 2), _Tile(32, 32, 8, 1), _Tile(32, 32, 8, 1)),
     (4, 128): (_Tile(32, 32, 8, 1), _Tile(16, 32, 8, 1), _Tile(16, 32, 8, 1)),
     (4, 256): (_Tile(16, 32, 8, 1),),
