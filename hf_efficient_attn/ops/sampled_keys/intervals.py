@@ -60,12 +60,13 @@ def near_and_samples(
     """
     levels = len(plans)
     batch_heads, length, _ = query.shape
-    start = (integers(ceil_div(length, block_size), query.device) * block_size - block_size).clamp_(min=0)
-    start = start.expand(batch_heads, -1)  # (BH, T)
-    keys = BlockKeys(block_size, window=(2 * block_size, 0), start=start, range_len=2 * block_size)
-    lists = keys._replace(listed=start, log_weight=start, num_listed=start) if levels else keys
-    if not takes_blocks(query, key, value, lists, call["dropout_p"]):  # which does not depend on the numbers
+    keys = BlockKeys(block_size, window=(2 * block_size, 0), start=query, range_len=2 * block_size)
+    # Whether a kernel takes the call depends on what is given, and not on its numbers.
+    given = keys._replace(listed=query, log_weight=query, num_listed=query) if levels else keys
+    if not takes_blocks(query, key, value, given, call["dropout_p"]):
         return None
+    start = (integers(ceil_div(length, block_size), query.device) * block_size - block_size).clamp_(min=0)
+    keys = keys._replace(start=start.expand(batch_heads, -1))  # (BH, T)
     if levels:
         table = _intervals_of_blocks(length, block_size, levels, query.device)  # (T, 1 + R)
         first = _first_tokens(length, block_size, levels, query.device)
