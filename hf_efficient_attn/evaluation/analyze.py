@@ -24,16 +24,8 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import check_positive
-from hf_efficient_attn.evaluation import calibration, choices
+from hf_efficient_attn.evaluation import calibration, capture, choices
 from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.capture import (
-    AttentionSummary,
-    Batch,
-    Call,
-    capture_attention,
-    forward,
-    summarize_attention,
-)
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
@@ -54,7 +46,7 @@ _MAX_LENGTH = 4096
 
 def analyze(
     model: nn.Module,
-    batch: Batch,
+    batch: capture.Batch,
     *,
     methods: "Sequence[MethodConfig] | None" = None,
     budgets: Sequence[int] | None = None,
@@ -94,7 +86,7 @@ def analyze(
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
     check_positive("max_error", max_error, is_count=False)
-    summary = summarize_attention(model, batch)
+    summary = capture.summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
     execution = execution or Execution()
     analysis = _Analysis(model, batch, summary, candidates, execution, max_error, per_layer, about or {})
@@ -110,8 +102,8 @@ class _Analysis:
     """The measurements of `analyze`, whose arguments it takes, and what follows from them."""
 
     model: nn.Module
-    batch: Batch
-    summary: AttentionSummary
+    batch: capture.Batch
+    summary: capture.AttentionSummary
     candidates: Sequence[Candidate]
     execution: Execution
     max_error: float
@@ -140,15 +132,12 @@ class _Analysis:
             for stage, visit in enumerate(self._visits)
             for call in self.summary.calls
         ]
-        with (
-            contextlib.closing(carry_out(plan, self.execution)) as steps,
-            contextlib.suppress(TimeoutError),
-        ):
+        with contextlib.closing(carry_out(plan, self.execution)) as steps, contextlib.suppress(TimeoutError):
             for _ in self._visits:
-                with capture_attention(self.model, functools.partial(self._visit, steps)):
-                    forward(self.model, self.batch)
+                with capture.capture_attention(self.model, functools.partial(self._visit, steps)):
+                    capture.forward(self.model, self.batch)
 
-    def _visit(self, steps: Iterator[Step], call: Call) -> None:
+    def _visit(self, steps: Iterator[Step], call: capture.Call) -> None:
         """Measure in a call what the next step asks for."""
         step = next(steps, None)
         if step is None and self._done:
@@ -165,7 +154,7 @@ class _Analysis:
         if self._done[call.name] == len(self._visits) * self._calls[call.name]:
             self._add_entry(call)
 
-    def _add_entry(self, call: Call) -> None:
+    def _add_entry(self, call: capture.Call) -> None:
         """Make the entry of a module in "layers": the means of its numbers over sequences."""
         means: dict[Any, Any] = {key: torch.stack(x).mean(0).tolist() for key, x in self._values[call.name].items()}
         errors: dict[str, dict[str, Any]] = {}
@@ -180,17 +169,16 @@ class _Analysis:
 
     def result(self, *, is_over: bool = False) -> dict[str, Any] | None:
         """The result of `analyze`; None if no layer was measured. With `is_over` nothing more is measured for it."""
-        calls, done = self._calls, self._done
+        visited = {name: self._done[name] // count for name, count in self._calls.items()}
         for call in self.summary.calls:  # those that were measured in part, too
-            if calls[call.name] <= done[call.name] and call.name not in self._entries:
+            if visited[call.name] and call.name not in self._entries:
                 self._add_entry(call)
         if not self._entries:
             return None
         names = {call.name: call.name if call.layer is None else call.layer for call in self.summary.calls}
-        missing = list(dict.fromkeys(label for name, label in names.items() if done[name] < calls[name]))
-        needed = {name: len(self._visits) * calls[name] for name in names}
-        partial = [label for name, label in names.items() if calls[name] <= done[name] < needed[name]]
-        partial = [label for label in dict.fromkeys(partial) if label not in missing]
+        missing = list(dict.fromkeys(label for name, label in names.items() if not visited[name]))
+        unfinished = dict.fromkeys(label for name, label in names.items() if visited[name] < len(self._visits))
+        partial = [label for label in unfinished if label not in missing]
         chosen = self._choose(missing, is_over=is_over)
         tokens = self._study.tokens
         settings = calibration.make_settings(chosen, max(tokens[layer] for layer in chosen)) if chosen else None
@@ -253,7 +241,7 @@ class _Visit(NamedTuple):
     rows: slice
     properties: bool
 
-    def cost(self, call: Call, *, has_properties: bool) -> float:
+    def cost(self, call: capture.Call, *, has_properties: bool) -> float:
         """The estimated cost in a call, in keys for each query and head."""
         (_, num_heads, q_len, _), num_keys = call.query.shape, call.key.shape[2]
         columns = sum(one.columns or one.config.to_measure().exact_length for one in self.candidates)
@@ -263,7 +251,7 @@ class _Visit(NamedTuple):
 
 
 def _plan_visits(
-    candidates: Sequence[Candidate], budgets: Sequence[int], summary: AttentionSummary, *, is_limited: bool
+    candidates: Sequence[Candidate], budgets: Sequence[int], summary: capture.AttentionSummary, *, is_limited: bool
 ) -> list[_Visit]:
     """What the forward passes measure. Within a limit of time all layers come first, and then all that is left."""
     if not is_limited:
@@ -278,7 +266,7 @@ def _plan_visits(
     return visits
 
 
-def _matrix_properties(call: Call) -> dict[str, Tensor]:
+def _matrix_properties(call: capture.Call) -> dict[str, Tensor]:
     """Stable rank and tail-to-head ratio of the call of one sequence without its padding: float64 (H,) each."""
     query, key = call.query, call.key
     is_square = query.shape[2] == key.shape[2]

@@ -9,12 +9,13 @@ also compared with what needs no long attention: the mean of the embeddings of p
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -128,6 +129,7 @@ def benchmark_checkpoint(
         stages = [step._replace(stage=1) for step in plan]
         if execution.minutes is not None:
             stages = [*_make_plan(model, inputs, procedure.first(), chosen, list(settings), chunk), *stages]
+        rows: _Rows = {}
         variants = make_variants(model, settings, own if methods is None else None, max(chosen), chunk)
         facts = {
             "format": FORMAT,
@@ -139,10 +141,10 @@ def benchmark_checkpoint(
             "labels": list(settings),
             "chunk": chunk,
         }
-        measurements = _Measurements(facts, plan, inputs, [note for note in notes if note])
-        execution.on_begin(measurements.result())
+        result = functools.partial(_result, facts, plan, inputs, notes, rows)
+        execution.on_begin(result())
         with (
-            partial_result(lambda: measurements.result() if measurements.rows else None),
+            partial_result(lambda: result() if rows else None),
             timing.use_device(model.device),
             contextlib.closing(carry_out(stages, execution)) as steps,
         ):
@@ -151,46 +153,37 @@ def benchmark_checkpoint(
                 if label == EXACT:
                     how = procedure if step.stage else procedure.first()
                     comparison = LengthComparison(variants, inputs, length, how)
-                row = comparison.measure(label)
-                measurements.add(step, row)
-                execution.on_row(row)
-    return measurements.result()
+                rows[step.key] = comparison.measure(label)
+                execution.on_row(rows[step.key])
+    return result()
 
 
-class _Measurements:
-    """The rows that were measured of a plan, and the result of `benchmark_checkpoint` with them.
+# The rows of "measurements" by the keys of their steps. A later measurement takes the place of the first one.
+_Rows: TypeAlias = dict[tuple[int, str], dict[str, Any]]
+
+
+def _result(
+    facts: Mapping[str, Any], plan: Sequence[Step], data: ModelData, notes: Sequence[str | None], rows: _Rows
+) -> dict[str, Any]:
+    """The result of `benchmark_checkpoint` with the rows that were measured of a plan so far.
 
     `facts` are the entries of the result that do not depend on them, and `notes` its first notes.
     """
-
-    def __init__(self, facts: Mapping[str, Any], plan: Sequence[Step], data: ModelData, notes: Sequence[str]) -> None:
-        self._facts, self._plan, self._data, self._notes = facts, plan, data, notes
-        self.rows: list[dict[str, Any]] = []
-        self._row_of: dict[tuple[int, str], int] = {}  # the key of a step -> the index of its row
-
-    def add(self, step: Step, row: dict[str, Any]) -> None:
-        """Add the row of a step, in place of one that was measured for its key before."""
-        index = self._row_of.setdefault(step.key, len(self.rows))
-        self.rows[index : index + 1] = [row]
-
-    def result(self) -> dict[str, Any]:
-        """The result so far."""
-        left_out = [step.name for step in self._plan if step.key not in self._row_of]
-        measured = [step for step in self._plan if step.key in self._row_of]
-        only_first = [step.name for step in measured if self.rows[self._row_of[step.key]]["is_first"]]
-        missing = "Not complete." if left_out or only_first else ""
-        missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
-        missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
-        notes = [*self._notes, *_notes_on(self.rows, self._data, self._facts["chunk"]), missing]
-        return {
-            **self._facts,
-            "measurements": self.rows,
-            "complete": not missing,
-            "left_out": left_out,
-            "only_first": only_first,
-            "notes": [note for note in notes if note],
-            **conclude(self.rows, self._facts["labels"]),
-        }
+    left_out = [step.name for step in plan if step.key not in rows]
+    only_first = [step.name for step in plan if step.key in rows and rows[step.key]["is_first"]]
+    missing = "Not complete." if left_out or only_first else ""
+    missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
+    missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
+    measured = [*rows.values()]
+    return {
+        **facts,
+        "measurements": measured,
+        "complete": not missing,
+        "left_out": left_out,
+        "only_first": only_first,
+        "notes": [note for note in (*notes, *_notes_on(measured, data, facts["chunk"]), missing) if note],
+        **conclude(measured, facts["labels"]),
+    }
 
 
 def _default_lengths(data: ModelData, native: int | None) -> list[int]:

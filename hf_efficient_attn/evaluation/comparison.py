@@ -224,14 +224,12 @@ class LengthComparison:
         prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
         return timing.time_generation(self._variants[label].model, prompts, new_tokens, self._procedure.rounds)
 
-    def _is_exact(
-        self, settings: EfficientAttentionConfig | None, tokens: int, answers: Sequence[Answer | None]
-    ) -> bool:
+    def _is_exact(self, settings: EfficientAttentionConfig | None, tokens: int, answers: Sequence[Answer]) -> bool:
         """Whether a variant has computed exact attention: it was timed twice, and a ratio would only be noise."""
         if settings is None or any(entry.config.exact_length < tokens for entry in settings.entries):
             return False
         pairs = zip(answers, self._references, strict=True)
-        states = [(one.states, exact.states) for one, exact in pairs if one is not None and exact.states is not None]
+        states = [(one.states, exact.states) for one, exact in pairs if exact.states is not None]
         return bool(states) and all(one is not None and torch.equal(one, exact) for one, exact in states)
 
     def _pass(self, label: str, index: int) -> tuple[Callable[[], None], Inputs]:
@@ -255,10 +253,8 @@ class LengthComparison:
         errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
         def visit(call: Call) -> None:
-            configs = {
-                label: None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
-                for label, one in variants.items()
-            }
+            at = call.location.layer, call.name
+            configs = {label: one.settings.for_layer(*at) if one.settings else None for label, one in variants.items()}
             if self._data.is_pair and not any(configs.values()):
                 return
             for label, config in configs.items():
@@ -304,11 +300,8 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))
 
-    hook = model.base_model.register_forward_hook(keep)
-    try:
+    with model.base_model.register_forward_hook(keep):
         output = forward(model.base_model if task == "embedding" else model, inputs.values)
-    finally:
-        hook.remove()
     return output, states[-1]
 
 

@@ -75,12 +75,7 @@ def location_of(module: nn.Module) -> ModuleLocation:
 
 
 def read_call(
-    name: str,
-    module: nn.Module,
-    location: ModuleLocation,
-    key: Tensor,
-    attention_mask: object,
-    kwargs: dict[str, Any],
+    name: str, module: nn.Module, location: ModuleLocation, key: Tensor, attention_mask: object, kwargs: dict[str, Any]
 ) -> LayerCall:
     """Read a call of an attention module, and refuse, in the name of a method, what would be lost.
 

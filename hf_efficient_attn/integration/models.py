@@ -6,6 +6,7 @@ A layer with a sliding window of its model's own (`ModuleLocation.window`) stays
 window. Its module says at its call how long it is, and its mask that it has one (`inputs.KeyMask.is_local`).
 """
 
+import contextlib
 import copy
 import inspect
 import sys
@@ -176,10 +177,11 @@ def is_patched(module: nn.Module) -> bool:
     return type(module).__module__ == f"{__package__}.patched"
 
 
-class Snapshot:
+class Snapshot(contextlib.AbstractContextManager["Snapshot", None]):
     """The classes and attributes of models, of their configs and of others at one moment, with dictionaries among them.
 
-    That restores everything, because a switch to another method replaces attributes, and never writes into a tensor.
+    That restores everything, because a switch to another method replaces attributes, and never writes into a tensor. As
+    a context manager it restores them after an error.
     """
 
     def __init__(self, models: Sequence[nn.Module], configs: Sequence[PreTrainedConfig] = ()) -> None:
@@ -191,6 +193,10 @@ class Snapshot:
             attributes = vars(holder)
             inner = [value for value in attributes.values() if type(value) in (dict, OrderedDict)]
             self._saved += [(present, dict(present)) for present in (attributes, *inner)]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.restore()
 
     def restore(self) -> None:
         """Give every module and config the attributes that it had, in their order."""

@@ -44,17 +44,13 @@ def switch(
     configs; by default they stay as they are. `holder` is the module that holds them, if there is one, such as a PEFT
     model. `is_complete` is False for models that get more parts, which may have the layers that `layers` names.
     """
-    before = models.Snapshot(roots)
     names = {id(config): config._attn_implementation for root in roots for config in models.configs_of(root)}
-    try:
+    with models.Snapshot(roots):
         if change_configs is not None:
             change_configs()
         checked = [(root, _checked_modules(root, names, is_complete)) for root in roots]
         for root, modules in checked:
             _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
-    except BaseException:
-        before.restore()
-        raise
 
 
 def _checked_modules(
@@ -214,12 +210,8 @@ def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedCo
     names = [*(named.values() if isinstance(named, dict) else [named]), *map(method_of, configs)]
     if named is not None and any(name in available_methods() for name in names):
         config = copy.deepcopy(config)
-    before = models.Snapshot([], configs)
-    try:
+    with models.Snapshot([], configs):
         return cast("PreTrainedModel", original(cls, config, **kwargs))
-    except BaseException:
-        before.restore()
-        raise
 
 
 def _set_implementation(

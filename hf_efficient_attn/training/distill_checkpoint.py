@@ -310,12 +310,11 @@ def _noting_interruption() -> Iterator[threading.Event]:
             signal.signal(signal.SIGINT, before)
         noted.set()
 
-    if callable(before):  # not ignored
-        signal.signal(signal.SIGINT, note)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, before)
+        if callable(before):  # not ignored
+            signal.signal(signal.SIGINT, note)
         yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _draw(result: Mapping[str, Any], path: pathlib.Path) -> None:

@@ -117,21 +117,18 @@ def switch_stage(
     """
     inner = unwrap(model)
     roots = transformers_models(inner)
-    state, name, before = Snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
+    name, before = roots[0].config._attn_implementation, dict(inner.named_parameters())
     former: _Attention = {}
     for one in (one for root in roots for one in attention_modules(root)):
         learned = learned_of(one.module)
         former[one.module] = one.chosen, {} if learned is None else learned.tensors()
-    convert(inner, stage.settings or stage.attention)
-    try:
+    with Snapshot(roots):
+        convert(inner, stage.settings or stage.attention)
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
         distilled = None
         if stage.distill and batches is not None:
             teacher = functools.partial(_compute_as, former)
             distilled = _distill(inner, stage, batches, options or DistillationOptions(), (teacher, carried))
-    except BaseException:
-        state.restore()
-        raise
     after = dict(inner.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
     record: dict[str, Any] = {
