@@ -15,14 +15,9 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.backends.devices import in_float64
 
 __all__ = [
-    "AttentionError",
-    "attention_error",
-    "exact_output",
-    "near_field_pairs",
-    "relative_error",
-    "residual_matrix",
+    "AttentionError", "attention_error", "exact_output", "near_field_pairs", "relative_error", "residual_matrix",
     "softmax_matrix",
-]
+]  # fmt: skip
 
 # Largest number of entries of a dense matrix, all heads together: 4 GiB of float64.
 _MAX_ENTRIES = 1 << 29

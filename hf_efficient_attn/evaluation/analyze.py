@@ -24,12 +24,10 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import check_positive
-from hf_efficient_attn.evaluation import calibration, capture, choices
-from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
+from hf_efficient_attn.evaluation import benchmark, calibration, capture, choices, timing
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters
 from hf_efficient_attn.methods import MethodConfig
@@ -288,7 +286,7 @@ def analyze_checkpoint(
     data: Files,
     *,
     length: int | None = None,
-    rows: int = TEXT_ROWS,
+    rows: int = benchmark.TEXT_ROWS,
     device: torch.device | None = None,
     allow_pickle: bool = False,
     **options: Any,
@@ -307,7 +305,7 @@ def analyze_checkpoint(
     """
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
-    if own_settings(model) is not None:
+    if benchmark.own_settings(model) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
     inputs = ModelData(model, checked.folder, data, longest=wanted, rows=rows, shorter=length is None)
@@ -318,7 +316,7 @@ def analyze_checkpoint(
     inputs.check_length(wanted)
     positions = num_positions(model)
     model.to(device or model.device)
-    check_memory(model, inputs.tokens_for(wanted), inputs.rows)
+    timing.check_memory(model, inputs.tokens_for(wanted), inputs.rows)
     notes = [None if inputs.is_image else allow_length(model, wanted)]
     is_extended = not inputs.is_image and positions is not None and num_positions(model) != positions
     batch = inputs.inputs(wanted, 0, inputs.rows)
@@ -337,8 +335,8 @@ def analyze_checkpoint(
         "pixels": batch.pixels,
         "max_length": wanted if is_extended else None,
         "notes": [note for note in notes if note],
-        "machine": machine(model),
+        "machine": timing.machine(model),
     }
-    with memory_errors("give a smaller --length or fewer --rows"), use_device(model.device):
+    with timing.memory_errors("give a smaller --length or fewer --rows"), timing.use_device(model.device):
         # The head of a language model would compute a large matrix that is not needed.
         return analyze(model.base_model, batch.values, about=about, **options)

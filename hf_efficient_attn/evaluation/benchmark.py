@@ -22,18 +22,13 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
-from hf_efficient_attn.evaluation import timing
-from hf_efficient_attn.evaluation.capture import takes_pictures
+from hf_efficient_attn.evaluation import capture, defaults, timing
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
-from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.integration.distance_bias import has_distance_bias
+from hf_efficient_attn.integration import distance_bias, models, refusals, switching
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.models import attention_modules
-from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, method_of, settings_of
-from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
@@ -106,7 +101,7 @@ def benchmark_checkpoint(
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         model = load_model(checked).eval()
         task, own = task_of(model), own_settings(model)
-        is_pair, is_image = is_encoder_decoder(model), takes_pictures(model)
+        is_pair, is_image = is_encoder_decoder(model), capture.takes_pictures(model)
         settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
         native = num_positions(model)
@@ -209,7 +204,7 @@ def _make_plan(
     The key of a step is (length, label). The cost of a pass is the number of multiplications: for each token, one with
     every weight, and two with every hidden dimension of every layer for each key that it attends to.
     """
-    per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
+    per_key = 2 * sum(1 for _ in models.attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
     batches = math.ceil(data.rows / procedure.batch) if data.is_real and not procedure.is_first else 0
@@ -324,18 +319,18 @@ def _settings(
     if methods is None and own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
-    adopt(model)
-    modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
-    kinds = map(type, modules)
+    switching.adopt(model)
+    modules, is_pair = [module for module, *_ in models.attention_modules(model)], is_encoder_decoder(model)
     # In an encoder-decoder the conversion checks each layer.
     is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
-        facts = {"takes_pictures": takes_pictures(model), "has_distance_bias": any(map(has_distance_bias, kinds))}
-        configs = default_configs("compare", is_causal=is_causal, **facts)
-        methods = {method_label(config): config for config in configs}
+        has_bias = any(distance_bias.has_distance_bias(type(module)) for module in modules)
+        facts = {"takes_pictures": capture.takes_pictures(model), "has_distance_bias": has_bias}
+        configs = defaults.default_configs("compare", is_causal=is_causal, **facts)
+        methods = {defaults.method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
     entries = [entry.config for one in settings.values() for entry in one.entries]
-    check_methods(entries, is_causal, model=f"the {type(model).__name__}")
+    refusals.check_methods(entries, is_causal, model=f"the {type(model).__name__}")
     for label, one in settings.items():
         if is_pair and len(one.entries) == 1 and one.layers is None:
             settings[label] = EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])

@@ -199,8 +199,7 @@ def measure_output_error(model: nn.Module, batch: capture.Batch, settings: Effic
         if mask is not None and mask.shape == found.shape[:2]:
             found = found[mask.to(found.device).bool()]
         states.append(widened(found))
-    error: float = ((states[1] - states[0]).norm() / states[0].norm()).item()
-    return error
+    return float((states[1] - states[0]).norm() / states[0].norm())
 
 
 def _size(batch: capture.Batch) -> int:

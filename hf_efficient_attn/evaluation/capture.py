@@ -19,15 +19,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import models
+from hf_efficient_attn.integration import models, settings, switching
 from hf_efficient_attn.integration.attention import head_slice_of, read_call
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.inputs import padding_mask
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
-from hf_efficient_attn.integration.settings import layer_seed
-from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
 
@@ -119,7 +117,7 @@ class Call(NamedTuple):
             parameters = parameters_of_slice(config, parameters, heads, self.query.shape[1])
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters, heads=heads,
+            scale=self.scale, seed=settings.layer_seed(self.location.layer), parameters=parameters, heads=heads,
             distance_bias=self.distance_bias,
         )  # fmt: skip
 
@@ -150,7 +148,7 @@ class _Capture:
 
     def add(self, root: PreTrainedModel) -> None:
         """Make a model call this function, which knows its attention modules then."""
-        adopt(root)
+        switching.adopt(root)
         for module, location, config, owner in models.attention_modules(root):
             self.known[module] = location, config
             attach_hook(module)

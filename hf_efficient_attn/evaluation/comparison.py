@@ -180,8 +180,7 @@ class LengthComparison:
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
         is_timed = first > timing.LONG_SECONDS and peak is None and model.device.type == "cpu"
         # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
-        is_once = first > timing.LONG_SECONDS and (label == EXACT or chunk is not None)
-        rounds = 1 if is_once else procedure.rounds
+        rounds = 1 if first > timing.LONG_SECONDS and (label == EXACT or chunk is not None) else procedure.rounds
         seconds: list[float] = []
         answers: list[Answer] = []
         for index in range(max(rounds, self._batches)):
@@ -308,8 +307,7 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
 def answer_of(task: str, inputs: Inputs, output: Any, states: Tensor | None) -> Answer | None:
     """What is kept of what `run_model` returns; None for a masked language model without a mask token."""
     if task == "embedding":
-        hidden_states: Tensor = output.last_hidden_state
-        return Answer(normalize(hidden_states.float().mean(1), dim=1), None, states)
+        return Answer(normalize(output.last_hidden_state.float().mean(1), dim=1), None, states)
     logits: Tensor = output.logits
     if task == "masked-lm":
         if inputs.masked is None or inputs.targets is None:

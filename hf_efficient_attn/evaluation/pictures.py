@@ -30,8 +30,7 @@ def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
     figure = Figure(figsize=(6.2 * len(keys), 4.6), layout="constrained")
     for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
         _draw_panel(axes, key, result["measurements"])
-    title = f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}"
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}", fontsize="medium")
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150)
 

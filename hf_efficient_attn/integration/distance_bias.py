@@ -38,8 +38,7 @@ class DistanceBias:
             return None
         largest, weights = self.module.relative_attention_max_distance, self.module.relative_attention_bias
         distance = torch.arange(-largest, largest + 1, device=weights.weight.device)
-        table: Tensor = weights(self.module._relative_position_bucket(distance, **self.options))
-        return table.mT
+        return weights(self.module._relative_position_bucket(distance, **self.options)).mT
 
 
 class LinearBias(DistanceBias):

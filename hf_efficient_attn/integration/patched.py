@@ -20,9 +20,8 @@ from transformers.models.lilt import modeling_lilt
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.roformer import modeling_roformer
 
+from hf_efficient_attn.integration import inputs, model_kinds
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, DistanceBias, LinearBias, takes_bias
-from hf_efficient_attn.integration.inputs import refuse_where
-from hf_efficient_attn.integration.model_kinds import row_named
 
 
 class _Attention(nn.Module):
@@ -42,8 +41,7 @@ class _Attention(nn.Module):
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         holder: Any = getattr(self, "attention_dropout", getattr(self, "dropout", None))
         kwargs |= {"dropout": holder.p if self.training else 0.0, "is_causal": self.is_causal}
-        out: Tensor = function(self, *heads, mask, **kwargs)[0]
-        return out
+        return function(self, *heads, mask, **kwargs)[0]
 
 
 def _heads(hidden_states: Tensor, projections: Iterable[nn.Module], head_dim: int) -> list[Tensor]:
@@ -64,13 +62,12 @@ class _BertAttention(_Attention):
 
 def __getattr__(name: str) -> type[nn.Module]:
     """Make the class of a kind that has the layout of BERT. `pickle` finds it by its name, too."""
-    folder = row_named(name).like_bert_in
+    folder = model_kinds.row_named(name).like_bert_in
     if not folder:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     # Of two threads that make it at a time, both get the class of the first.
-    made: type[nn.Module] = globals().setdefault(name, type(name, (_BertAttention, base), {"__module__": __name__}))
-    return made
+    return globals().setdefault(name, type(name, (_BertAttention, base), {"__module__": __name__}))
 
 
 class RoFormerSelfAttention(_BertAttention, modeling_roformer.RoFormerSelfAttention):
@@ -154,4 +151,4 @@ def _refuse_gaps(mask: Tensor) -> None:
     """Refuse masks (B, Nk) with masked tokens between others, which Bloom does not count in distances."""
     has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
     message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
-    refuse_where(has_gaps, f"{message}: pad all sequences on the same side")
+    inputs.refuse_where(has_gaps, f"{message}: pad all sequences on the same side")

@@ -18,13 +18,10 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
-from hf_efficient_attn.integration import learned, models, own_forward, refusals
+from hf_efficient_attn.integration import distance_bias, inputs, learned, model_kinds, models, own_forward, refusals
 from hf_efficient_attn.integration.cache import StateLayer
 from hf_efficient_attn.integration.configs import check_parts, parts_of
-from hf_efficient_attn.integration.distance_bias import attach_hook
-from hf_efficient_attn.integration.inputs import TABLES, check_inputs
 from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation
-from hf_efficient_attn.integration.model_kinds import is_known_code, kind_of
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, method_at, method_of, settings_of
 from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -88,8 +85,8 @@ def adopt(model: PreTrainedModel) -> None:
     for part in models.models_in(model):  # the innermost last, whose config applies
         for module in part.modules():
             kind = type(module)
-            row = kind_of(kind)
-            is_known = (row.is_patched or row.like_bert_in) and is_known_code(kind)
+            row = model_kinds.kind_of(kind)
+            is_known = (row.is_patched or row.like_bert_in) and model_kinds.is_known_code(kind)
             if is_known and not getattr(module, "is_decoder", False):
                 from hf_efficient_attn.integration import patched  # it imports the models
 
@@ -116,15 +113,15 @@ def _switch_modules(
         own_forward.attach(module, method)
         if name is not None:
             setattr(module, LOCATION, location)
-            attach_hook(module)
+            distance_bias.attach_hook(module)
     for reason, group in exact.items():
         refusals.warn_of_exact_layers(reason, group)
     tables = models.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
         for cls in type(part).__mro__:
             _extend_generate(cls)
-        models.hook_once(part, check_inputs)
-        setattr(part, TABLES, found_tables)
+        models.hook_once(part, inputs.check_inputs)
+        setattr(part, inputs.TABLES, found_tables)
         for module in part.modules():
             models.adapt_pooling(module)
 
