@@ -228,9 +228,7 @@ def padding_mask(
     dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
-    if mask is None:
-        return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
-    return mask.to(dtype)
+    return torch.ones(batch_size, kv_length, dtype=dtype, device=device) if mask is None else mask.to(dtype)
 
 
 def _is_plain(

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import PreTrainedConfig, initialization
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import models, settings

@@ -7,7 +7,6 @@ window. Its module says at its call how long it is, and its mask that it has one
 """
 
 import contextlib
-import copy
 import inspect
 import sys
 from collections import OrderedDict
@@ -15,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import model_kinds
@@ -249,13 +247,6 @@ def attention_table(kind: type[nn.Module]) -> str | None:
             if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
                 return name
     return None
-
-
-def adapt_pooling(module: Any) -> None:
-    """Give a module that uses PyTorch's own attention, such as SigLIP 2's pooling, a config of exact attention."""
-    if kind_of(type(module)).needs_exact_config and method_of(module.config) is not None:
-        module.config = copy.copy(module.config)
-        module.config._attn_implementation_internal = EXACT
 
 
 def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens

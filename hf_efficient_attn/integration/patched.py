@@ -139,16 +139,12 @@ class BloomAttention(_Attention, modeling_bloom.BloomAttention):
         if kwargs.get("layer_past") is not None:
             key, value = kwargs["layer_past"].update(key, value, self.layer_idx)
         if attention_mask is not None:
-            _refuse_gaps(attention_mask.bool())
+            mask = attention_mask.bool()
+            has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
+            message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
+            inputs.refuse_where(has_gaps, f"{message}: pad all sequences on the same side")
         # The bias of head h at distance 1, from a tensor (H, 1, 2) for two tokens.
         slopes = modeling_bloom.build_alibi_tensor(query.new_ones(1, 2), self.num_heads, torch.float32)[:, 0, 1]
         bias = LinearBias(slopes, key.shape[2])
         out = self._attend((query, key, value), attention_mask, scaling=self.inv_norm_factor, **{ARGUMENT: bias})
         return residual + dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training), None  # (B, N, W)
-
-
-def _refuse_gaps(mask: Tensor) -> None:
-    """Refuse masks (B, Nk) with masked tokens between others, which Bloom does not count in distances."""
-    has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
-    message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
-    inputs.refuse_where(has_gaps, f"{message}: pad all sequences on the same side")

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +32,7 @@ EXACT_IMPLEMENTATIONS = (EXACT, "eager")
 ATTRIBUTE = "efficient_attention"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One method and the layers that use it; None for all layers."""
 
     layers: tuple[Layer, ...] | None

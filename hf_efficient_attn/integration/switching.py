@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation.utils import GenerationMixin
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
 from hf_efficient_attn.integration import distance_bias, inputs, learned, model_kinds, models, own_forward, refusals
@@ -122,8 +120,11 @@ def _switch_modules(
             _extend_generate(cls)
         models.hook_once(part, inputs.check_inputs)
         setattr(part, inputs.TABLES, found_tables)
-        for module in part.modules():
-            models.adapt_pooling(module)
+        for module in part.modules():  # PyTorch's own attention, such as SigLIP 2's pooling, gets a config of its own
+            if model_kinds.kind_of(type(module)).needs_exact_config and method_of(module.config) is not None:
+                exact_config: Any = copy.copy(module.config)
+                exact_config._attn_implementation_internal = EXACT
+                module.config = exact_config
 
 
 def extend_classes() -> None:

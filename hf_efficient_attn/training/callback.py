@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.modeling_utils import PreTrainedModel
-from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert

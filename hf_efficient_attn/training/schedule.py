@@ -148,9 +148,7 @@ class UptrainingSchedule:
         if optimizer is None or step == 0:
             check_stages(model, self.stages)
         stage = self.stages[self.index(step) if step else 0]
-        if is_in_stage(model, stage):
-            return None
-        return switch_stage(model, optimizer, stage, step, batches, options)
+        return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step, batches, options)
 
 
 def _make_stage(given: Any, before: Stage | None) -> Stage:

@@ -16,9 +16,8 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,8 +36,7 @@ from hf_efficient_attn.training.distillation import Distillation, DistillationOp
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One attention and the point in training at which it ends."""
 
     attention: str  # the name of a method, or "sdpa" or another implementation of exact attention

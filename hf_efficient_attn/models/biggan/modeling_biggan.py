@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 from tqdm import tqdm
+from transformers import GradientCheckpointingLayer, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GradientCheckpointingLayer, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils.generic import can_return_tuple
