@@ -290,9 +290,8 @@ def notes_of(
     contents of `efficient_attention.json`. `changed` is what `set_limits` returned, None if no length was asked for.
     """
     trained, limit = origin[TRAINED], sentence_limit(draft)
-    notes = [
-        f"{x['file']}: {x['key']} {x['after']} in place of {x['before']}; the rest is unchanged" for x in changed or ()
-    ]
+    changes = "{file}: {key} {after} in place of {before}; the rest is unchanged"
+    notes = [changes.format_map(limit) for limit in changed or ()]
     if limit is not None and positions is not None and limit["before"] < positions:
         notes.append(
             f"texts are truncated at {limit['before']} tokens ({limit['key']} in {limit['file']}), although the model "

@@ -112,7 +112,6 @@ class _Analysis:
         self.about = {**self.about, "tokens": self.summary.max_kv_len}
         self._study = calibration.Study(self.candidates, self.summary)
         self._budgets = sorted({one.columns for one in self.candidates if one.columns is not None})
-        self._has_properties = self.summary.max_kv_len <= _MAX_LENGTH
         is_limited = self.execution.minutes is not None
         self._visits = _plan_visits(self.candidates, self._budgets, self.summary, is_limited=is_limited)
         # Of each module: the number of its calls, and of those visits of calls that are done.
@@ -125,11 +124,8 @@ class _Analysis:
     def run(self) -> None:
         """Measure everything, or what fits into the time."""
         self.execution.on_begin(self.about)
-        plan = [
-            Step(call.name, visit.cost(call, has_properties=self._has_properties), visit, stage)
-            for stage, visit in enumerate(self._visits)
-            for call in self.summary.calls
-        ]
+        stages = enumerate(self._visits)
+        plan = [Step(x.name, visit.cost(x), visit, stage) for stage, visit in stages for x in self.summary.calls]
         with contextlib.closing(carry_out(plan, self.execution)) as steps, contextlib.suppress(TimeoutError):
             for _ in self._visits:
                 with capture.capture_attention(self.model, functools.partial(self._visit, steps)):
@@ -145,7 +141,7 @@ class _Analysis:
         rows, values = call.rows(some.rows), self._values[call.name]
         for candidate, errors in self._study.add(rows, some.candidates, some.rows.start).items():
             values[candidate] += [errors[b] for b in rows.sequences]
-        if some.properties and self._has_properties:
+        if some.properties:
             for name, heads in _matrix_properties(call.row(0)).items():
                 values[name].append(heads)
         self._done[call.name] += 1
@@ -239,26 +235,27 @@ class _Visit(NamedTuple):
     rows: slice
     properties: bool
 
-    def cost(self, call: capture.Call, *, has_properties: bool) -> float:
+    def cost(self, call: capture.Call) -> float:
         """The estimated cost in a call, in keys for each query and head."""
         (_, num_heads, q_len, _), num_keys = call.query.shape, call.key.shape[2]
         columns = sum(one.columns or one.config.to_measure().exact_length for one in self.candidates)
         rows = len(range(len(call.query))[self.rows])
         each = rows * (columns + _OVERHEAD * len(self.candidates) + num_keys)
-        return num_heads * q_len * (each + _MATRIX * num_keys * (self.properties and has_properties))
+        return num_heads * q_len * (each + _MATRIX * num_keys * self.properties)
 
 
 def _plan_visits(
     candidates: Sequence[Candidate], budgets: Sequence[int], summary: capture.AttentionSummary, *, is_limited: bool
 ) -> list[_Visit]:
     """What the forward passes measure. Within a limit of time all layers come first, and then all that is left."""
+    properties = summary.max_kv_len <= _MAX_LENGTH
     if not is_limited:
-        return [_Visit(candidates, slice(0, None), properties=True)]
+        return [_Visit(candidates, slice(0, None), properties)]
     middle, first = budgets[len(budgets) // 2], dict[str, Candidate]()
     for one in sorted(candidates, key=lambda one: math.inf if one.columns is None else abs(one.columns - middle)):
         first.setdefault(one.label, one)
     rest = [one for one in candidates if one not in first.values()]
-    visits = [_Visit([*first.values()], slice(0, 1), properties=False), _Visit(rest, slice(0, 1), properties=True)]
+    visits = [_Visit([*first.values()], slice(0, 1), properties=False), _Visit(rest, slice(0, 1), properties)]
     if len(summary.calls[0].query) > 1:
         visits.append(_Visit(candidates, slice(1, None), properties=False))
     return visits

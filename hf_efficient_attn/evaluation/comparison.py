@@ -267,9 +267,7 @@ class LengthComparison:
         for index in range(min(1 if self._procedure.is_first else ERROR_INPUTS, self._data.rows)):
             with capture_attention(exact, visit):
                 forward(exact, self._data.inputs(self._length, index, 1).values)
-        return {
-            label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()
-        }
+        return {label: [statistics.fmean(of[layer]) for layer in in_order(of)] for label, of in errors.items()}
 
 
 def _mean(*values: Tensor, is_log: bool = False) -> float | None:

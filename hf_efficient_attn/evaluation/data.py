@@ -9,7 +9,7 @@ import math
 import pathlib
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -304,12 +304,7 @@ def tokens_of(texts: Sequence[str], encode: Callable[[str], Sequence[int]], leng
         limit = min(size, -(-left // (len(texts) - number)))
         left -= limit
     encoded = [encode(text[:limit]) for text in texts]
-    counts = [len(tokens) // length for tokens in encoded]
-    whole = (
-        tokens[index * length : (index + 1) * length]
-        for index in range(max(counts))
-        for tokens, count in zip(encoded, counts, strict=True)
-        if index < count
-    )
-    ends = (tokens[count * length :] for tokens, count in zip(encoded, counts, strict=True))
-    return torch.tensor([*chain.from_iterable(whole), *chain.from_iterable(ends)], dtype=torch.int64)
+    whole = [[tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)] for tokens in encoded]
+    inputs = chain.from_iterable(zip_longest(*whole, fillvalue=()))
+    ends = (tokens[len(tokens) // length * length :] for tokens in encoded)
+    return torch.tensor([*chain.from_iterable(inputs), *chain.from_iterable(ends)], dtype=torch.int64)

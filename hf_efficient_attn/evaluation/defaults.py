@@ -28,12 +28,9 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
 
     `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
-    kinds = {name: method_info(name).config_class for name in available_methods()}
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind.default_rank is not None and (purpose is None or purpose in kind.default_for)
-    ]
+    infos = map(method_info, available_methods())
+    ranked = [info for info in infos if info.config_class.default_rank is not None]
+    return [info.name for info in ranked if purpose is None or purpose in info.config_class.default_for]
 
 
 def default_configs(

@@ -98,9 +98,8 @@ class ModelError:
             name = one.name if one.layer is None else str(one.layer)
             worst = f"{one.bound.max().item():.3f} ({one.worst_head})"
             lines.append((name, one.method, f"{one.tokens}", f"{one.mean:.3f}", f"{one.mean_bound:.3f}", worst))
-        formats = [
-            f"{{:{sign}{max(map(len, cells))}}}" for sign, cells in zip("<<>>>>", zip(*lines, strict=True), strict=True)
-        ]
+        columns = zip("<<>>>>", zip(*lines, strict=True), strict=True)
+        formats = [f"{{:{sign}{max(map(len, cells))}}}" for sign, cells in columns]
         return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
@@ -187,10 +186,9 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
     draws = Draws(seed, query.device)
     rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": scale, "table": call.distance_bias}
     with torch.autocast(query.device.type, enabled=False):
-        exact = exact_rows(
-            query, key, value, rows, key_mask, is_causal=call.is_causal, scale=scale, table=call.distance_bias
-        )
+        exact = exact_rows(query, key, value, rows, key_mask, **options)
         return row_error(take(call.exact[b], rows.queries), exact, rows.valid, rows.population)
 
 

@@ -96,11 +96,9 @@ def _give_bias(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         return None
     if not getattr(module, "has_relative_attention_bias", False):
         return args, {**kwargs, ARGUMENT: DistanceBias(None)}
-    sizes = {
-        "num_buckets": module.relative_attention_num_buckets,
-        "max_distance": module.relative_attention_max_distance,
-    }
-    return args, {**kwargs, ARGUMENT: DistanceBias(module, bidirectional=not module.is_decoder, **sizes)}
+    buckets, largest = module.relative_attention_num_buckets, module.relative_attention_max_distance
+    options = {"bidirectional": not module.is_decoder, "num_buckets": buckets, "max_distance": largest}
+    return args, {**kwargs, ARGUMENT: DistanceBias(module, **options)}
 
 
 def _compute_bias(module: Any, *args: Any, **kwargs: Any) -> Tensor | DistanceBias:

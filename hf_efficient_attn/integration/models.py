@@ -230,11 +230,8 @@ def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
     names = [name for name, part in parts if part is not None and model_kinds.POSITION_BIAS.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
-        found += [
-            f"{words} ({name})"
-            for name, words in model_kinds.CHANGES_OF_SCORES.items()
-            if getattr(module, name, None) is not None
-        ]
+        changes = model_kinds.CHANGES_OF_SCORES.items()
+        found += [f"{words} ({name})" for name, words in changes if getattr(module, name, None) is not None]
     yield from (f"adds {what} to the scores of its attention" for what in found)
 
 

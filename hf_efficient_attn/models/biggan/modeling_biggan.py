@@ -308,9 +308,8 @@ class BigGANModel(PreTrainedModel):
             known = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)
         if isinstance(known, BigGANConfig):
             key_mapping = {**layers.checkpoint_names(known.spectral_norm), **(key_mapping or {})}
-        return super().from_pretrained(
-            pretrained_model_name_or_path, *args, config=config, key_mapping=key_mapping, **kwargs
-        )
+        kwargs |= {"config": config, "key_mapping": key_mapping}
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """Save the model as in Transformers, under the names of this class whatever names it was loaded from."""
