@@ -192,12 +192,7 @@ def _default_lengths(data: ModelData, native: int | None) -> list[int]:
 
 
 def _make_plan(
-    model: PreTrainedModel,
-    data: ModelData,
-    procedure: Procedure,
-    lengths: Sequence[int],
-    labels: Sequence[str],
-    chunk: int | None,
+    model: PreTrainedModel, data: ModelData, how: Procedure, lengths: list[int], labels: list[str], chunk: int | None
 ) -> list[Step]:
     """For each length exact attention, then each method, which is timed between two passes of exact attention.
 
@@ -207,8 +202,8 @@ def _make_plan(
     per_key = 2 * sum(1 for _ in models.attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    batches = math.ceil(data.rows / procedure.batch) if data.is_real and not procedure.is_first else 0
-    passes, steps = max(procedure.rounds, batches), []
+    batches = math.ceil(data.rows / how.batch) if data.is_real and not how.is_first else 0
+    passes, steps = max(how.rounds, batches), []
     for length in lengths:
         exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
         costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}

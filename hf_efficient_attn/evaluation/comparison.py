@@ -96,7 +96,6 @@ class Procedure(NamedTuple):
     dtype: "torch.dtype | None" = None  # of the model; None for the dtype of the checkpoint
     new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
     errors: bool = True  # whether to measure the errors of layers
-
     is_first: bool = False  # whether it is a first measurement, on one batch
 
     def first(self) -> "Procedure":

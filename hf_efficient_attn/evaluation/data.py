@@ -155,8 +155,7 @@ class ModelData:
         texts = read_texts(files, self.longest, self.rows)
         if not files:
             # The longest topics first, so that an input contains few of them.
-            topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
-            texts = ["\n\n".join(topics)]
+            texts = ["\n\n".join(sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text)))]
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

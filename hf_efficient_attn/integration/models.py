@@ -130,8 +130,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     stacks = {(one.location.layer, stem_of(one.location.name)) for one in found}
     shared: list[Layer | None] = [layer for layer, _ in stacks if isinstance(layer, int)]
     for one in found:
-        is_shared = shared.count(one.location.layer) > 1
-        label = stem_of(one.location.name) if is_shared else one.location.layer
+        label = stem_of(one.location.name) if shared.count(one.location.layer) > 1 else one.location.layer
         yield one._replace(location=one.location._replace(label=label))
 
 

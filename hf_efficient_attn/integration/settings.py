@@ -73,8 +73,7 @@ class EfficientAttentionConfig(KnownFields):
 
     def __post_init__(self) -> None:
         if self.calibrated_length is not None:
-            advice = "leave it out if nothing was measured"
-            check_positive("calibrated_length", self.calibrated_length, advice=advice)
+            check_positive("calibrated_length", self.calibrated_length, advice="leave it out if nothing was measured")
         hyperparameters, layers = as_dict(self.hyperparameters or {}, "hyperparameters"), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
             if hyperparameters or isinstance(self.method, MethodConfig):
