@@ -29,7 +29,7 @@ from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters, method_of
 from hf_efficient_attn.methods import MethodConfig
 
 BUDGETS = (64, 128, 256, 512)
@@ -302,7 +302,7 @@ def analyze_checkpoint(
     """
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
-    if benchmark.own_settings(model) is not None:
+    if method_of(model.config) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
     inputs = ModelData(model, checked.folder, data, longest=wanted, rows=rows, shorter=length is None)

@@ -100,7 +100,8 @@ def benchmark_checkpoint(
     with timing.memory_errors("give shorter lengths or a smaller batch"):
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         model = load_model(checked).eval()
-        task, own = task_of(model), own_settings(model)
+        task, name = task_of(model), method_of(model.config)
+        own = None if name is None else settings_of(model.config, name)
         is_pair, is_image = is_encoder_decoder(model), capture.takes_pictures(model)
         settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
@@ -297,12 +298,6 @@ def _recommend(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     if best.get("output_error") is not None:
         about += f" in attention and of {best['output_error']:.3f} in the output"
     return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}
-
-
-def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
-    """The method of a converted checkpoint; None for one that is not converted."""
-    name = method_of(model.config)
-    return None if name is None else settings_of(model.config, name)
 
 
 def _settings(

@@ -151,9 +151,6 @@ def make_settings(chosen: Mapping[Layer, choices.Choice], calibrated_length: int
     layers: dict[MethodConfig, list[Layer]] = {}
     for layer, choice in chosen.items():
         layers.setdefault(choice.config, []).append(layer)
-    if len(layers) == 1:
-        config, named = next(iter(layers.items()))
-        return EfficientAttentionConfig(config, None, named, calibrated_length)
     mix = [{"layers": named, **config.to_dict()} for config, named in layers.items()]
     return EfficientAttentionConfig(layers=mix, calibrated_length=calibrated_length)
 
