@@ -244,8 +244,7 @@ class ModelData:
         if self.task == "masked-lm" and self.mask_token is not None:
             position = torch.arange(length) - len(before)
             is_text = (position >= 0) & (position < size)
-            offset = min(_MASK_INTERVAL // 2, size - 1)
-            masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
+            masked = (is_text & (position % _MASK_INTERVAL == min(_MASK_INTERVAL // 2, size - 1))).expand_as(ids)
             targets, ids = ids[masked], ids.masked_fill(masked, self.mask_token)
         values = {"input_ids": ids}
         if self.is_pair:  # the decoder gets the beginning of the encoder's text
