@@ -63,6 +63,18 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("size", [1.0, 1e30])
+def test_float16_loses_no_precision(size, monkeypatch):
+    """Accelerators compute bfloat16 in it, also if values are out of its range and a key is far from the others."""
+    query, key, value = inputs(num_heads=4, q_len=600, head_dim=16, dtype=torch.bfloat16)
+    key[:, :, 1] *= 30.0  # no candidate
+    tensors = query, key, value * size
+    exact = wildcat(*(x.double() for x in tensors), num_samples=32, num_candidates=60)
+    monkeypatch.setattr(wildcat_ops, "precise_dtype", lambda x: torch.float16)
+    found = wildcat(*tensors, num_samples=32, num_candidates=60)
+    assert found.isfinite().all() and relative_error(found, exact) < 4e-3
+
+
 def test_the_coreset_is_chosen_from_the_candidates():
     """If all candidates are in the coreset, nothing is drawn but their order."""
     tensors = inputs(q_len=100, dtype=torch.float64)

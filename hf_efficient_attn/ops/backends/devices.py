@@ -53,6 +53,14 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def precise_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products with weights that bfloat16 would round too much.
+
+    For bfloat16 on an accelerator this is float16, which has three more bits. Otherwise it is the accumulation dtype.
+    """
+    return torch.float16 if x.device.type != "cpu" and x.dtype == torch.bfloat16 else accumulation_dtype(x.dtype)
+
+
 def _medium_precision() -> bool:
     return torch.get_float32_matmul_precision() == "medium"
 
