@@ -4,8 +4,8 @@
 a file with a `Backend`, and a line here before `products`, which takes every call.
 """
 
-from hf_efficient_attn.ops.backends import cpu, efficient, flash, products, triton
-from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, GatheredBackend
+from hf_efficient_attn.ops.backends import cpu, efficient, flash, linear_attention, products, triton
+from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, GatheredBackend, LinearBackend
 
 BACKENDS: tuple[Backend, ...] = (
     cpu.BACKEND,
@@ -17,3 +17,5 @@ BACKENDS: tuple[Backend, ...] = (
 GATHERED_BACKENDS: tuple[GatheredBackend, ...] = (triton.BACKEND,) if triton.IS_INSTALLED else ()
 # Where none applies, `block_attention` returns None, and the caller computes the attention by `attend`.
 BLOCK_BACKENDS: tuple[BlockBackend, ...] = ()
+# Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.
+FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND,)

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend
+from hf_efficient_attn.ops.backends import FEATURE_BACKENDS
+from hf_efficient_attn.ops.backends.backend import LinearCall
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
@@ -105,8 +107,21 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
     return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
 
 
+def _by_kernel(
+    tokens: Tokens, features: Features, dropout_p: float, is_causal: bool, distance: int = 0, is_reversed: bool = False
+) -> Partial | None:
+    """Compute `bidirectional` or `causal` by a kernel, or return None if there is none."""
+    if features.fused is None or dropout_p > 0.0 or exporting_to_onnx():
+        return None
+    call = LinearCall(*tokens, features.fused, is_causal, distance, is_reversed)
+    return next((backend.attend(call) for backend in FEATURE_BACKENDS if backend.applies(call)), None)
+
+
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
+    found = _by_kernel(tokens, features, dropout_p, is_causal=False)
+    if found is not None:
+        return found.out
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
     numel = tokens.key.shape[0] * max(count_of(features, tokens), tokens.key.shape[2])
     step = slice_size(2 * numel, tokens.key.device)
@@ -140,12 +155,30 @@ def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.
     return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
-def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: FeatureState | None = None) -> Partial:
+def causal(
+    tokens: Tokens,
+    features: Features,
+    dropout_p: float = 0.0,
+    state: FeatureState | None = None,
+    *,
+    distance: int = 0,
+    is_reversed: bool = False,
+) -> Partial:
     """Compute attention of each query to the keys up to it, and to all tokens of a state (BH, ...).
+
+    With a distance, query i attends to the keys up to i - `distance`, or from i + `distance` on if `is_reversed`.
+    Nothing is subtracted, so rounding cannot make a weight negative.
 
     Returns:
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
+    found = None if state is not None else _by_kernel(tokens, features, dropout_p, True, distance, is_reversed)
+    if found is not None:
+        return found
+    if is_reversed:
+        later = causal(tokens.reversed(), features, dropout_p, distance=distance)
+        return Partial(*(x.flip(1) for x in later))
+    tokens = _moved(tokens, distance) if distance else tokens
     size = _SMALL_CHUNK if count_of(features, tokens) <= _FEW_FEATURES else _CHUNK
     size = size if exporting_to_onnx() else min(size, tokens.key.shape[1])
     parts = []
@@ -359,17 +392,13 @@ def features_beyond(
 ) -> list[Partial]:
     """Compute attention of query i to the keys up to i - `distance` (at least 1) and from i + `distance` on.
 
-    This is the causal form for shifted keys, once in each direction. Nothing is subtracted, so rounding cannot make a
-    weight negative. The tokens of a state are far from every query.
+    The tokens of a state are far from every query.
 
     Returns:
         Partials of out (BH, N, Dv) and lse (BH, N): one if `is_causal`, else two.
     """
-    earlier = causal(_moved(tokens, distance), features, dropout_p, state)
-    if is_causal:
-        return [earlier]
-    later = causal(_moved(tokens.reversed(), distance), features, dropout_p)
-    return [earlier, Partial(*(x.flip(1) for x in later))]
+    earlier = causal(tokens, features, dropout_p, state, distance=distance)
+    return [earlier] if is_causal else [earlier, causal(tokens, features, dropout_p, distance=distance, is_reversed=True)]
 
 
 def _moved(tokens: Tokens, distance: int) -> Tokens:
