@@ -44,6 +44,7 @@ __all__ = [
     "keeps_pairs",
     "merge",
     "safe_row_max",
+    "takes_blocks",
 ]
 # exp(x) = 2^(x LOG2_E): on the CPU exp2 takes a fraction of the time of exp.
 LOG2_E = 1.0 / math.log(2.0)
@@ -84,7 +85,8 @@ def attend(
         key: (BH, T, Nk, D), or (BH, 1, Nk, D) if all blocks share the keys. Overlapping views are not copied.
         value: (BH, T, Nk, Dv), or (BH, 1, Nk, Dv) if all blocks share the keys.
         bias: broadcastable to (BH, T, Nq, Nk), in the accumulation dtype, or None. -inf excludes a pair.
-            Differentiable.
+            Differentiable. A bias of pairs without a gradient may have the dtype of `query`, if its numbers are exact
+            in it, as those of a mask: then half precision need not be computed in float32.
         scale: factor of the scores.
         dropout_p: probability of dropping a normalized weight; the others are divided by 1 - dropout_p. Drawn from the
             global generator.
@@ -159,6 +161,12 @@ def block_attention(
         if backend.applies(call):
             return backend.attend(call)
     return None
+
+
+def takes_blocks(query: Tensor, key: Tensor, value: Tensor, keys: BlockKeys, dropout_p: float) -> bool:
+    """Whether `block_attention` computes a call, and so holds nothing large besides its results."""
+    call = BlockCall(query, key, value, keys, 1.0, dropout_p)
+    return any(backend.applies(call) for backend in BLOCK_BACKENDS)
 
 
 def gathered_attention(

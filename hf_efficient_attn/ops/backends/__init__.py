@@ -4,7 +4,7 @@
 a file with a `Backend`, and a line here before `products`, which takes every call.
 """
 
-from hf_efficient_attn.ops.backends import cpu, efficient, flash, linear_attention, products, triton
+from hf_efficient_attn.ops.backends import cpu, efficient, flash, flash_window, linear_attention, products, triton
 from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, GatheredBackend, LinearBackend
 
 BACKENDS: tuple[Backend, ...] = (
@@ -16,6 +16,6 @@ BACKENDS: tuple[Backend, ...] = (
 # Where none applies, `gathered_attention` copies keys and values and calls `attend`.
 GATHERED_BACKENDS: tuple[GatheredBackend, ...] = (triton.BACKEND,) if triton.IS_INSTALLED else ()
 # Where none applies, `block_attention` returns None, and the caller computes the attention by `attend`.
-BLOCK_BACKENDS: tuple[BlockBackend, ...] = ()
+BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND,)
 # Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.
 FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND,)
