@@ -76,15 +76,18 @@ def _linear(launch: Launch, own: tuple[str, ...], sources: tuple[str, ...], of_s
 
 
 def linear_output(launch: Launch) -> KernelCost:
+    """A causal tile reads the keys of its segment up to its last query."""
     return _linear(launch, ("query", "out", "lse"), ("key", "value", "key_mask"), 1, "fv")
 
 
 def linear_query_gradient(launch: Launch) -> KernelCost:
+    """The same keys as in the forward. Only the causal form reads the outputs."""
     own = ("query", "grad_out", "lse", "grad_lse", "weight", "grad_query", *["out"] * launch.constants["IS_CAUSAL"])
     return _linear(launch, own, ("key", "value", "key_mask"), 1, "vf")
 
 
 def linear_key_gradient(launch: Launch) -> KernelCost:
+    """A causal tile reads the queries of its segment from its first key on."""
     own = ("key", "value", "key_mask", "grad_key", "grad_value")
     return _linear(launch, own, ("query", "grad_out", "lse", "weight"), 2, "vffv")
 

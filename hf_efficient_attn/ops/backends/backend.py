@@ -195,14 +195,14 @@ class FusedFeatures(NamedTuple):
 
     Attributes:
         name: the formula; `hf_efficient_attn.ops.features.maps` describes them.
-        count: F, the number of features of a token, and of the numbers x.
+        num_features: F, the number of features of a token, and of the numbers x.
         factor: of the numbers x of a query.
         of_query: maps queries (BH, N, D) to x (BH, N, F) without the factor.
         of_key: the same for keys.
     """
 
     name: str
-    count: int
+    num_features: int
     factor: float
     of_query: Callable[[Tensor], Tensor]
     of_key: Callable[[Tensor], Tensor]

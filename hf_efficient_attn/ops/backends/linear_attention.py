@@ -1,26 +1,51 @@
-"""Linear attention by Triton kernels, which compute features in registers: two launches, and four for the gradients."""
+"""Linear attention by Triton kernels, which compute features in registers.
+
+A forward launches two kernels and a backward three, besides the sums of the states of segments: float32
+(BH, segments, F (Dv + 1)), sums of features times values and of features. Without causality these become the state of
+all tokens, and in the causal form the state before each segment.
+"""
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import elu
 
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import LinearBackend, LinearCall, Partial
-from hf_efficient_attn.ops.tracing import kept_results
 
-# The largest numbers of features and of dimensions of a value in half precision and in float32. With more the kernels
-# spill registers.
-_LARGEST_DIM = {2: 128, 4: 64}
+
+class _Tile(NamedTuple):
+    """Tokens that a program processes at a time, tokens that these read at a time, warps, and stages."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# Maps the precision of products and the larger one of F and Dv, padded, to the tiles of each kernel. Other calls do not
+# fit into the registers and the 99 KiB of shared memory that all devices of compute capability 8.0 and later have.
+_KERNELS = ("linear_state", "linear_output", "linear_query_gradient", "linear_key_gradient")
+_TILES = {
+    ("bf16", 64): (_Tile(64, 64, 4, 2), _Tile(128, 64, 8, 2), _Tile(128, 64, 8, 2), _Tile(64, 32, 8, 1)),
+    ("bf16", 128): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 32, 4, 2), _Tile(32, 16, 4, 1)),
+    ("tf32", 64): (_Tile(64, 64, 4, 2), _Tile(128, 64, 8, 2), _Tile(64, 64, 8, 2), _Tile(32, 32, 4, 1)),
+    ("tf32x3", 64): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 16, 4, 1), _Tile(16, 16, 4, 1)),
+}
 # Tokens of a segment of the causal scan. Without causality there are about `_PROGRAMS` segments of at least as many.
 _SEGMENT = 256
 _PROGRAMS = 1024
 # Tokens of a check: more than a segment.
 _CHECKED = 300
-_FORMULAS = {"elu": lambda x: elu(x) + 1.0, "t2r": torch.relu, "hedgehog": lambda x: x.softmax(-1), "exp": torch.exp}
+_FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "elu": lambda x: x.relu() + (x - x.relu()).exp(),
+    "t2r": torch.relu,
+    "hedgehog": lambda x: x.softmax(-1),
+    "exp": torch.exp,
+}
 
 
 def _kernels() -> ModuleType:
@@ -29,26 +54,31 @@ def _kernels() -> ModuleType:
     return triton_linear_attention
 
 
+def _precision(value: Tensor) -> str:
+    return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(value.dtype, "tf32x3")
+
+
+def _width(call: LinearCall) -> int:
+    return max(64, launches.padded(max(call.features.num_features, call.value.shape[2])))
+
+
 def _applies(call: LinearCall) -> bool:
-    query, key, value = call[:3]
-    tensors = query, key, value
-    if not launches.takes(*tensors) or (call.is_causal and query.shape[1] != key.shape[1]):
+    query, key, value = tensors = call[:3]
+    if not launches.takes(*tensors) or (_precision(value), _width(call)) not in _TILES:
         return False
-    if launches.padded(max(call.features.count, value.shape[2])) > _LARGEST_DIM[value.element_size()]:
+    if (call.is_causal and query.shape[1] != key.shape[1]) or min(x.numel() for x in tensors) == 0:
+        return False
+    if max(query.shape[1], key.shape[1]) * _width(call) >= 1 << 31:  # offsets within a head
         return False
     with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     form = *(x.dtype for x in tensors), *call.features[:2], value.shape[2], call.is_causal, with_backward
-    check = functools.partial(_check, call, with_backward)
-    return launches.passes_check("linear attention", query.device, form, check)
+    return launches.passes_check("linear attention", query.device, form, functools.partial(_check, call, with_backward))
 
 
 def _attend(call: LinearCall) -> Partial:
-    features = call.features
-    query, key = features.of_query(call.query), features.of_key(call.key)  # (BH, N, F)
-    mask = call.key_mask
-    mask = None if mask is None else mask.expand(len(key), -1).contiguous().view(torch.uint8)
-    tensors = (x.contiguous() for x in (query, key, call.value))
-    return Partial(*_LinearAttention.apply(*tensors, mask, *call[4:]))  # type: ignore[no-untyped-call]
+    tensors = call.features.of_query(call.query), call.features.of_key(call.key), call.value  # (BH, N, F or Dv)
+    mask = None if call.key_mask is None else call.key_mask.expand(len(call.key), -1).contiguous().view(torch.uint8)
+    return Partial(*_LinearAttention.apply(*(x.contiguous() for x in tensors), mask, *call[4:]))  # type: ignore[no-untyped-call]
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -57,7 +87,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         call = LinearCall(*given)
-        out, lse, state = kept_results(lambda: _forward(call))
+        out, lse, state = _forward(call)
         ctx.save_for_backward(*call[:4], out, lse, state)
         ctx.others = call[4:]
         ctx.set_materialize_grads(False)
@@ -73,13 +103,11 @@ class _LinearAttention(torch.autograd.Function):
 
 def _forward(call: LinearCall) -> tuple[Tensor, Tensor, Tensor]:
     """Return out (BH, Nq, Dv) in the dtype of the values, lse float32 (BH, Nq), and the state of the keys."""
-    query, key, value, key_mask = call[:4]
+    query, key, value = call[:3]
+    state = _state(call, call.is_reversed, token=key, vector=value, key_mask=call.key_mask, lse=None, weight=None)
     out = torch.empty(*query.shape[:2], value.shape[2], dtype=value.dtype, device=value.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=value.device)
-    given = {"token": key, "vector": value, "key_mask": key_mask, "lse": None, "weight": None}
-    state = _state(call, given, call.is_reversed)
-    given = {"query": query, "key": key, "value": value, "key_mask": key_mask, "state": state, "out": out, "lse": lse}
-    _launch("linear_output", call, query, given, call.is_reversed)
+    _launch("linear_output", call, query, call.is_reversed, **_tensors(call), state=state, out=out, lse=lse)
     return out, lse, state
 
 
@@ -87,47 +115,45 @@ def _backward(
     call: LinearCall, out: Tensor, lse: Tensor, state: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
-    query, key, value, key_mask = call[:4]
-    weight = torch.empty_like(lse)
+    query, key, value = call[:3]
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    given = {"query": query, "key": key, "value": value, "key_mask": key_mask, "lse": lse, "weight": weight}
-    given["grad_out"] = grad_out.contiguous()
+    weight = torch.empty_like(lse)
+    given = {**_tensors(call), "lse": lse, "weight": weight, "grad_out": grad_out.contiguous()}
     of_lse = None if grad_lse is None else grad_lse.contiguous()
-    of_queries = {**given, "state": state, "out": out, "grad_lse": of_lse, "grad_query": grads[0]}
-    _launch("linear_query_gradient", call, query, of_queries, call.is_reversed)
-    # The scan of queries runs the other way.
-    tokens = {"token": query, "vector": given["grad_out"], "key_mask": None, "lse": lse, "weight": weight}
-    of_keys = {**given, "state": _state(call, tokens, not call.is_reversed)}
-    of_keys |= {"grad_key": grads[1], "grad_value": grads[2]}
-    _launch("linear_key_gradient", call, key, of_keys, not call.is_reversed)
+    more = {"state": state, "out": out, "grad_lse": of_lse, "grad_query": grads[0]}
+    _launch("linear_query_gradient", call, query, call.is_reversed, **given, **more)
+    backward = not call.is_reversed  # the direction of the scan of queries
+    state = _state(call, backward, token=query, vector=given["grad_out"], key_mask=None, lse=lse, weight=weight)
+    more = {"state": state, "grad_key": grads[1], "grad_value": grads[2]}
+    _launch("linear_key_gradient", call, key, backward, **given, **more)
     return grads
 
 
-def _state(call: LinearCall, tensors: dict[str, Tensor | None], is_reversed: bool) -> Tensor:
-    """Add up features: float32 (BH, segments, F (Dv + 1)), the state before each segment, or (BH, F (Dv + 1))."""
-    tokens = tensors["token"]
-    assert tokens is not None
-    batch_heads, length, dim = tokens.shape
-    shape = batch_heads, -(-length // _segment(call, length)), dim * (call.value.shape[2] + 1)
-    state = torch.empty(shape, dtype=torch.float32, device=tokens.device)
-    _launch("linear_state", call, tokens, {**tensors, "state": state}, is_reversed)
-    return state.cumsum_(1) if call.is_causal else state.sum(1)
+def _tensors(call: LinearCall) -> dict[str, Tensor | None]:
+    return {"query": call.query, "key": call.key, "value": call.value, "key_mask": call.key_mask}
 
 
 def _segment(call: LinearCall, length: int) -> int:
     """Return the number of tokens of a program, a power of two."""
-    many = 1 if call.is_causal else -(-call.value.shape[0] * length // _PROGRAMS)
-    return max(_SEGMENT, launches.padded(many))
+    return max(_SEGMENT, launches.padded(1 if call.is_causal else -(-len(call.value) * length // _PROGRAMS)))
 
 
-def _launch(
-    name: str, call: LinearCall, tokens: Tensor, tensors: dict[str, Tensor | None], is_reversed: bool
-) -> None:
+def _state(call: LinearCall, is_reversed: bool, **tensors: Any) -> Tensor:
+    """Compute the state before each segment, or that of all tokens."""
+    tokens = tensors["token"]
+    segments = -(-tokens.shape[1] // _segment(call, tokens.shape[1]))
+    shape = len(tokens), segments, tokens.shape[2] * (call.value.shape[2] + 1)
+    state = torch.empty(shape, dtype=torch.float32, device=tokens.device)
+    _launch("linear_state", call, tokens, is_reversed, **tensors, state=state)
+    return state.cumsum_(1) if call.is_causal else state.sum(1)
+
+
+def _launch(name: str, call: LinearCall, tokens: Tensor, is_reversed: bool, **tensors: Any) -> None:
     """Run a kernel whose programs have a segment of the tokens each."""
     length, dim = tokens.shape[1:]
-    value_dim = call.value.shape[2]
     segment = _segment(call, length)
     segments = -(-length // segment)
+    tile = _TILES[_precision(call.value), _width(call)][_KERNELS.index(name)]
     arguments = {
         **tensors,
         "factor": call.features.factor,
@@ -136,27 +162,20 @@ def _launch(
         "segments": segments,
         "distance": call.distance,
     }
-    precision = {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(call.value.dtype, "tf32x3")
-    block_m, block_n, num_warps = _tile(name, call.is_causal, precision, max(dim, value_dim))
     constants = {
         "IS_CAUSAL": call.is_causal,
         "IS_REVERSED": is_reversed,
         "FEATURES": call.features.name,
-        "PRECISION": precision,
+        "PRECISION": _precision(call.value),
         "DIM": dim,
-        "VALUE_DIM": value_dim,
+        "VALUE_DIM": call.value.shape[2],
         "PADDED": launches.padded(dim),
-        "PADDED_V": launches.padded(value_dim),
-        "BLOCK_N": block_n,
+        "PADDED_V": launches.padded(call.value.shape[2]),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
     }
-    if name != "linear_state":
-        constants["BLOCK_M"] = block_m
-    grid = tokens.shape[0] * segments
-    launches.launch(launches.Launch(name, _kernels, grid, arguments, constants, num_warps, 2))
-
-
-def _tile(name: str, is_causal: bool, precision: str, dim: int) -> tuple[int, int, int]:
-    return (64, 64, 4)
+    grid = len(tokens) * segments
+    launches.launch(launches.Launch(name, _kernels, grid, arguments, constants, tile.num_warps, tile.num_stages))
 
 
 def linear_attention_naive(call: LinearCall) -> Partial:
@@ -177,27 +196,24 @@ def linear_attention_naive(call: LinearCall) -> Partial:
 
 def _check(call: LinearCall, with_backward: bool) -> None:
     """Compare the kernels that compute a call with the readable form, on a small input."""
-    features = call.features._replace(of_query=_same, of_key=_same)
-    dims = features.count, features.count, call.value.shape[2]
+    dims = call.features.num_features, call.features.num_features, call.value.shape[2]
     tokens = zip(dims, call[:3], (1.0, 2.0, 3.0), strict=True)
     small = [launches.numbers((2, _CHECKED, dim), x.device, x.dtype, phase) for dim, x, phase in tokens]
-    call = LinearCall(*small, None, features, call.is_causal, call.distance, call.is_reversed)
+    features = call.features._replace(of_query=lambda query: query, of_key=lambda key: key)
+    query, key, value = small
+    call = LinearCall(query, key, value, None, features, call.is_causal, call.distance, call.is_reversed)
     out, lse, state = _forward(call)
-    leaves = [x.double().requires_grad_() for x in small]
-    expected = linear_attention_naive(LinearCall(*leaves, *call[3:]))
+    query, key, value = leaves = [x.double().requires_grad_() for x in small]
+    expected = linear_attention_naive(call._replace(query=query, key=key, value=value))
     tolerance = 3e-2 if call.value.dtype == torch.bfloat16 else 4e-3
     empty = expected.lse == -torch.inf
     launches.check_close(out, expected.out, tolerance)
-    launches.check_close(*(x.masked_fill(empty, 0.0) for x in (lse, expected.lse)), tolerance)
+    launches.check_close(lse.masked_fill(empty, 0.0), expected.lse.masked_fill(empty, 0.0), tolerance)
     if with_backward:
         grads = [launches.numbers(tuple(x.shape), x.device, x.dtype, 5.0) for x in (out, lse)]
         wanted = torch.autograd.grad(tuple(expected), leaves, [x.double() for x in grads])
         for found, x in zip(_backward(call, out, lse, state, *grads), wanted, strict=True):
             launches.check_close(found, x, tolerance)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 BACKEND = LinearBackend("linear_attention", _applies, _attend)
