@@ -75,6 +75,8 @@ def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
     positive = x.relu()
     negative = x - positive  # min(x, 0), whose gradient at 0 is 1; that of a clamp depends on the version of PyTorch
     negative = negative.sub_(log_factor) if isinstance(log_factor, Tensor) else negative
+    if x.dtype in (torch.bfloat16, torch.float16):  # a product with LOG2_E would be rounded
+        return negative.exp_() + positive
     return negative.mul_(LOG2_E).exp2_() + positive
 
 
@@ -85,12 +87,12 @@ def elu_map(scale: float, head_dim: int) -> Features:
     def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
         # If all numbers of a query are negative, its features are relative to the largest: they could underflow, and
         # the inverse of their sum, which the gradient has as a factor, could overflow.
-        query = _scaled(query, factor)
+        query = _scaled(query, factor, sum_dtype(query))
         largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)  # (..., N, 1)
         return elu_features(query, largest), largest.squeeze(-1) * LOG2_E
 
     fused = FusedFeatures("elu", head_dim, factor or 1.0, lambda query: query, lambda key: key)
-    return _without_weights(of_query, lambda key: elu_features(_scaled(key, None)), fused)
+    return _without_weights(of_query, lambda key: elu_features(key.to(sum_dtype(key))), fused)
 
 
 def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, head_dim: int) -> Features:
@@ -164,8 +166,13 @@ def query_factor(scale: float, head_dim: int) -> float | None:
     return None if abs(factor - 1.0) < 1e-12 else factor
 
 
-def _scaled(x: Tensor, factor: float | None) -> Tensor:
-    """Multiply tokens by a factor in the accumulation dtype, so that features are rounded once."""
+def _scaled(x: Tensor, factor: float | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply tokens by a factor in the accumulation dtype, so that features are rounded once.
+
+    Without a factor the result has another dtype if one is given.
+    """
+    if factor is None and dtype is not None:
+        return x.to(dtype)
     x = x.to(accumulation_dtype(x.dtype))
     return x if factor is None else x * factor
 
@@ -175,7 +182,7 @@ def _without_weights(
     of_key: Callable[[Tensor], Tensor],
     fused: FusedFeatures,
 ) -> Features:
-    """Make `Features` whose keys have factors of 1 from functions without masks in the accumulation dtype."""
+    """Make `Features` whose keys have factors of 1 from functions without masks."""
 
     def query(query: Tensor) -> tuple[Tensor, Tensor | None]:
         phi, log = of_query(query)
