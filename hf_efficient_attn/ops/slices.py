@@ -18,6 +18,9 @@ from hf_efficient_attn.ops.tracing import exporting_to_onnx, keeping_results
 # The largest temporary of a slice has this many numbers: 4 MiB of float32 on a CPU, 1 GiB on an accelerator.
 CPU_NUMEL = 1 << 20
 ACCELERATOR_NUMEL = 1 << 28
+# A causal scan processes this many chunks together. More take fewer kernels, and more products of sums of chunks.
+_CPU_CHUNKS = 32
+_ACCELERATOR_CHUNKS = 128
 # Allocate 31 MiB and free them. glibc gives a freed block above a limit back to the system, and then the next call pays
 # for new pages. The limit rises to the size of the largest block that was freed, up to 32 MiB. So from here on glibc
 # keeps the memory of a slice. Without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
@@ -27,6 +30,11 @@ torch.empty(31 << 20, dtype=torch.uint8)
 def slice_size(numel: int, device: torch.device) -> int:
     """Return how many heads or blocks to process at a time if the largest temporary of each has `numel` numbers."""
     return max(1, (CPU_NUMEL if device.type == "cpu" else ACCELERATOR_NUMEL) // max(1, numel))
+
+
+def scan_chunks(device: torch.device) -> int:
+    """Return how many chunks of a causal scan to process at a time."""
+    return _CPU_CHUNKS if device.type == "cpu" else _ACCELERATOR_CHUNKS
 
 
 def sliced(

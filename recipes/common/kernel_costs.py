@@ -1,9 +1,13 @@
 """What the Triton kernels of the package read, write and multiply, by formulas, for the model of the time on a GPU."""
 
 import functools
+
+
 import math
 from collections.abc import Callable
 from typing import NamedTuple
+
+from torch import Tensor
 
 from hf_efficient_attn.ops.backends.launches import Launch
 
@@ -94,9 +98,80 @@ def _keys(call: Launch) -> KernelCost:
     return KernelCost(moved, 4.0 * block_n * queries * padded, given["order"] is not None)
 
 
+def _linear_pairs(launch: Launch) -> tuple[float, float]:
+    """Count, for a head of a causal kernel, the tokens of segments that all tiles read, and the pairs they compute."""
+    length, segment = launch.arguments["length"], launch.arguments["segment"]
+    block_m, block_n = launch.constants["BLOCK_M"], launch.constants["BLOCK_N"]
+    read = pairs = 0
+    for first in range(0, length, segment):
+        end = min(first + segment, length)
+        for start in range(first, end, block_m):
+            loaded = min(start + block_m, end) - first
+            read += min(-(-loaded // block_n) * block_n, length - first)
+            pairs += -(-loaded // block_n) * block_n * block_m
+    return read, pairs
+
+
+def _bytes(launch: Launch, *names: str) -> float:
+    """Count the bytes of some tensors, per token of all heads."""
+    tensors = [launch.arguments[name] for name in names]
+    return sum(x.element_size() * (x.shape[2] if x.ndim == 3 else 1) for x in tensors if isinstance(x, Tensor))
+
+
+def linear_state(launch: Launch) -> KernelCost:
+    """A program reads its segment once and writes its state. The last segment of the causal scan is not read."""
+    arguments, constants = launch.arguments, launch.constants
+    length, segment, segments = (arguments[x] for x in ("length", "segment", "segments"))
+    heads, state = launch.grid // segments, arguments["state"]
+    tokens = min(length, (segments - 1) * segment) if constants["IS_CAUSAL"] else length
+    products = -(-tokens // constants["BLOCK_N"]) * constants["BLOCK_N"] * constants["PADDED"] * constants["PADDED_V"]
+    moved = heads * tokens * _bytes(launch, "token", "vector", "key_mask", "lse", "weight") + 4 * math.prod(state.shape)
+    return KernelCost(moved, 2.0 * heads * products, gathers=False)
+
+
+def _linear(launch: Launch, own: tuple[str, ...], sources: tuple[str, ...], of_state: int, of_pairs: str) -> KernelCost:
+    """Count what programs read and write of their `own` tokens and of `sources`, the tokens of their segments.
+
+    `of_state` is the number of products with the state. `of_pairs` has a letter for each product with pairs: the
+    dimension of the features (f) or of the values (v).
+    """
+    arguments, constants = launch.arguments, launch.constants
+    length, segment, segments = (arguments[x] for x in ("length", "segment", "segments"))
+    heads, dims = launch.grid // segments, {"f": constants["PADDED"], "v": constants["PADDED_V"]}
+    tiles = sum(-(-min(segment, length - x) // constants["BLOCK_M"]) for x in range(0, length, segment))
+    flops = 2.0 * heads * tiles * constants["BLOCK_M"] * of_state * dims["f"] * dims["v"]
+    moved = heads * length * _bytes(launch, *own) + launch.grid * constants["DIM"] * (constants["VALUE_DIM"] + 1) * 4
+    if constants["IS_CAUSAL"]:
+        read, pairs = _linear_pairs(launch)
+        moved += heads * read * _bytes(launch, *sources)
+        flops += 2.0 * heads * pairs * sum(dims[x] for x in of_pairs)
+    return KernelCost(moved, flops, gathers=False)
+
+
+def linear_output(launch: Launch) -> KernelCost:
+    """A causal tile reads the keys of its segment up to its last query."""
+    return _linear(launch, ("query", "out", "lse"), ("key", "value", "key_mask"), 1, "fv")
+
+
+def linear_query_gradient(launch: Launch) -> KernelCost:
+    """The same keys as in the forward. Only the causal form reads the outputs."""
+    own = ("query", "grad_out", "lse", "grad_lse", "weight", "grad_query", *["out"] * launch.constants["IS_CAUSAL"])
+    return _linear(launch, own, ("key", "value", "key_mask"), 1, "vf")
+
+
+def linear_key_gradient(launch: Launch) -> KernelCost:
+    """A causal tile reads the queries of its segment from its first key on."""
+    own = ("key", "value", "key_mask", "grad_key", "grad_value")
+    return _linear(launch, own, ("query", "grad_out", "lse", "weight"), 2, "vffv")
+
+
 # Maps the name of a kernel to a function of its launch, whose tensors may be on "meta".
 COSTS: dict[str, Callable[[Launch], KernelCost]] = {
     "block_forward": functools.partial(_blocks, grad=False),
     "block_query_gradients": functools.partial(_blocks, grad=True),
     "block_key_gradients": _keys,
+    "linear_state": linear_state,
+    "linear_output": linear_output,
+    "linear_query_gradient": linear_query_gradient,
+    "linear_key_gradient": linear_key_gradient,
 }

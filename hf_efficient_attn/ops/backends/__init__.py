@@ -4,8 +4,16 @@
 a file with a `Backend`, and a line here before `products`, which takes every call.
 """
 
-from hf_efficient_attn.ops.backends import block_attention, cpu, efficient, flash, flash_window, products
-from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend
+from hf_efficient_attn.ops.backends import (
+    block_attention,
+    cpu,
+    efficient,
+    flash,
+    flash_window,
+    linear_attention,
+    products,
+)
+from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, LinearBackend
 
 BACKENDS: tuple[Backend, ...] = (
     cpu.BACKEND,
@@ -15,3 +23,5 @@ BACKENDS: tuple[Backend, ...] = (
 )
 # Where none applies, `block_attention` returns None, and the caller computes the attention by `attend`.
 BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND, block_attention.BACKEND)
+# Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.
+FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND,)

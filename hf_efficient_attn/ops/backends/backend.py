@@ -146,6 +146,63 @@ class BlockBackend(NamedTuple):
     backward: Callable[[BlockCall, Partial, Tensor, Tensor | None, bool], Gradients]
 
 
+class FusedFeatures(NamedTuple):
+    """Features that kernels compute from some numbers x of each token.
+
+    Attributes:
+        name: the formula; `hf_efficient_attn.ops.features.maps` describes them.
+        num_features: F, the number of features of a token, and of the numbers x.
+        factor: of the numbers x of a query.
+        of_query: maps queries (BH, N, D) to x (BH, N, F) without the factor.
+        of_key: the same for keys.
+    """
+
+    name: str
+    num_features: int
+    factor: float
+    of_query: Callable[[Tensor], Tensor]
+    of_key: Callable[[Tensor], Tensor]
+
+
+class LinearCall(NamedTuple):
+    """The arguments of attention through features.
+
+    Attributes:
+        query: (BH, Nq, D).
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        key_mask: bool (1 or BH, Nk), True for valid keys, or None.
+        features: the features of the tokens.
+        is_causal: whether query i attends to the keys up to i - `distance` only; then Nq = Nk.
+        distance: at least 0.
+        is_reversed: whether a causal query attends to the keys from i + `distance` on instead.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    features: FusedFeatures
+    is_causal: bool
+    distance: int = 0
+    is_reversed: bool = False
+
+
+class LinearBackend(NamedTuple):
+    """One way to compute attention through features without storing the features.
+
+    Attributes:
+        name: a name for messages and tests.
+        applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
+        attend: attend(call) returns the partial (BH, Nq, Dv) and (BH, Nq). It is differentiable. Its out is 0, without
+            a gradient, where the weights of a query sum to less than 5e-31.
+    """
+
+    name: str
+    applies: Callable[[LinearCall], bool]
+    attend: Callable[[LinearCall], Partial]
+
+
 def safe_row_max(row_max: Tensor) -> Tensor:
     """Maxima that can be subtracted from scores: -inf, the maximum of an empty set, becomes 0."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E
+from hf_efficient_attn.ops.backends.backend import FusedFeatures
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, from_float64, sum_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import ceil_div, constant
@@ -55,12 +56,14 @@ class Features(NamedTuple):
         directions: (F, D), if the features of a key are exp(<w_f, k> - |scale| |k|^2 / 2) and the features of a query
             are, up to a factor, exp(sign(scale) <w_f, q>); otherwise None.
         scale: the scale of these features.
+        fused: the same features for kernels, or None if the kernels do not compute them.
     """
 
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     of_key: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
     directions: Tensor | None = None
     scale: float = 1.0
+    fused: FusedFeatures | None = None
 
 
 def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
@@ -72,6 +75,8 @@ def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
     positive = x.relu()
     negative = x - positive  # min(x, 0), whose gradient at 0 is 1; that of a clamp depends on the version of PyTorch
     negative = negative.sub_(log_factor) if isinstance(log_factor, Tensor) else negative
+    if x.dtype in (torch.bfloat16, torch.float16):  # a product with LOG2_E would be rounded
+        return negative.exp_() + positive
     return negative.mul_(LOG2_E).exp2_() + positive
 
 
@@ -82,19 +87,29 @@ def elu_map(scale: float, head_dim: int) -> Features:
     def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
         # If all numbers of a query are negative, its features are relative to the largest: they could underflow, and
         # the inverse of their sum, which the gradient has as a factor, could overflow.
-        query = _scaled(query, factor)
+        query = _scaled(query, factor, sum_dtype(query))
         largest = query.detach().amax(-1, keepdim=True).clamp(max=0.0)  # (..., N, 1)
         return elu_features(query, largest), largest.squeeze(-1) * LOG2_E
 
-    return _without_weights(of_query, lambda key: elu_features(_scaled(key, None)))
+    fused = FusedFeatures("elu", head_dim, factor or 1.0, lambda query: query, lambda key: key)
+    return _without_weights(of_query, lambda key: elu_features(key.to(sum_dtype(key))), fused)
 
 
 def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, head_dim: int) -> Features:
     """Return learned features with maps (..., D, F), or (..., D + 1, F) for "t2r". The scale acts as in `elu_map`."""
     factor = query_factor(scale, head_dim)
+    count = count_features(feature_map, query_map.shape[-1])
+    fused = FusedFeatures(
+        feature_map,
+        count,
+        1.0,
+        lambda query: _mapped_both_ways(_scaled(query, factor), query_map, feature_map),
+        lambda key: _mapped_both_ways(_scaled(key, None), key_map, feature_map),
+    )
     return _without_weights(
         lambda query: _learned_features(_scaled(query, factor), query_map, feature_map, is_query=True),
         lambda key: _learned_features(_scaled(key, None), key_map, feature_map, is_query=False)[0],
+        fused,
     )
 
 
@@ -151,16 +166,23 @@ def query_factor(scale: float, head_dim: int) -> float | None:
     return None if abs(factor - 1.0) < 1e-12 else factor
 
 
-def _scaled(x: Tensor, factor: float | None) -> Tensor:
-    """Multiply tokens by a factor in the accumulation dtype, so that features are rounded once."""
+def _scaled(x: Tensor, factor: float | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply tokens by a factor in the accumulation dtype, so that features are rounded once.
+
+    Without a factor the result has another dtype if one is given.
+    """
+    if factor is None and dtype is not None:
+        return x.to(dtype)
     x = x.to(accumulation_dtype(x.dtype))
     return x if factor is None else x * factor
 
 
 def _without_weights(
-    of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]], of_key: Callable[[Tensor], Tensor]
+    of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    of_key: Callable[[Tensor], Tensor],
+    fused: FusedFeatures,
 ) -> Features:
-    """Make `Features` whose keys have factors of 1 from functions without masks in the accumulation dtype."""
+    """Make `Features` whose keys have factors of 1 from functions without masks."""
 
     def query(query: Tensor) -> tuple[Tensor, Tensor | None]:
         phi, log = of_query(query)
@@ -170,7 +192,15 @@ def _without_weights(
         phi = of_key(key).to(sum_dtype(key))
         return phi if key_mask is None else phi * key_mask.unsqueeze(-1), None
 
-    return Features(query, key)
+    return Features(query, key, fused=fused)
+
+
+def _mapped_both_ways(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
+    """Compute x W + b of tokens (..., N, D) for "t2r", and [x W, -x W] for other maps, as one product."""
+    weight = weight.to(x.dtype)
+    if feature_map == "t2r":
+        return x @ weight[..., :-1, :] + weight[..., -1:, :]
+    return x @ torch.cat((weight, -weight), -1)  # (..., N, D) @ (..., D, 2 F) -> (..., N, 2 F)
 
 
 def _learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: bool) -> tuple[Tensor, Tensor | None]:

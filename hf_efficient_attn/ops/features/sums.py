@@ -17,18 +17,19 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 
 from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.backends import FEATURE_BACKENDS
+from hf_efficient_attn.ops.backends.backend import LinearCall
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.slices import scan_chunks, slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
 # With up to `_FEW_FEATURES` features a chunk has `_SMALL_CHUNK` tokens, with more it has `_CHUNK`. A segment has
-# `_SEGMENT_CHUNKS` chunks, and the triangular matrix has as many rows.
+# `scan_chunks` chunks, and the triangular matrix has as many rows.
 _FEW_FEATURES = 128
 _SMALL_CHUNK = 64
 _CHUNK = 128
-_SEGMENT_CHUNKS = 32
 # The bidirectional form processes this many tokens of several heads together.
 _SEGMENT = 512
 # One product adds up the sums of a group of this many blocks.
@@ -105,8 +106,21 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
     return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
 
 
+def _by_kernel(
+    tokens: Tokens, features: Features, dropout_p: float, is_causal: bool, distance: int = 0, is_reversed: bool = False
+) -> Partial | None:
+    """Compute `bidirectional` or `causal` by a kernel, or return None if there is none."""
+    if features.fused is None or dropout_p > 0.0 or exporting_to_onnx():
+        return None
+    call = LinearCall(*tokens, features.fused, is_causal, distance, is_reversed)
+    return next((backend.attend(call) for backend in FEATURE_BACKENDS if backend.applies(call)), None)
+
+
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
+    found = _by_kernel(tokens, features, dropout_p, is_causal=False)
+    if found is not None:
+        return found.out
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
     numel = tokens.key.shape[0] * max(count_of(features, tokens), tokens.key.shape[2])
     step = slice_size(2 * numel, tokens.key.device)
@@ -130,26 +144,50 @@ def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.
     query, key, value, key_mask = tokens
     scale = features.scale
     assert features.directions is not None
-    query, key, value = (x.to(accumulation_dtype(x.dtype)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-    directions = features.directions.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
-    bias = key.square().sum(3).unsqueeze(2) * (-0.5 * abs(scale))  # (BH, 1, 1, Nk)
-    if key_mask is not None:
+    acc_dtype = accumulation_dtype(key.dtype)
+    query, key, value = (x.to(product_dtype(x)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
+    exact = features.directions.to(acc_dtype)  # (F, D)
+    directions = exact.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
+    bias = torch.linalg.vector_norm(key, dim=3, dtype=acc_dtype).square().unsqueeze(2) * (-0.5 * abs(scale))
+    if key_mask is not None:  # (BH, 1, 1, Nk)
         bias = bias.masked_fill(~key_mask[:, None, None], -torch.inf)
-    values, lse = attend(directions, key, value, bias, scale=1.0)  # (BH, 1, F, Dv), (BH, 1, F)
+    first = directions
+    if key.dtype != acc_dtype:  # directions as sums of two numbers: rounded ones would choose other features
+        rest = (exact - exact.to(key.dtype)).to(key.dtype).expand_as(directions)
+        first, key = torch.cat((directions, rest), 3), torch.cat((key, key), 3)
+    values, lse = attend(first, key, value, bias, scale=1.0)  # (BH, 1, F, Dv), (BH, 1, F)
     sign = 1.0 if scale >= 0 else -1.0
     return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
-def causal(tokens: Tokens, features: Features, dropout_p: float = 0.0, state: FeatureState | None = None) -> Partial:
+def causal(
+    tokens: Tokens,
+    features: Features,
+    dropout_p: float = 0.0,
+    state: FeatureState | None = None,
+    *,
+    distance: int = 0,
+    is_reversed: bool = False,
+) -> Partial:
     """Compute attention of each query to the keys up to it, and to all tokens of a state (BH, ...).
+
+    With a distance, query i attends to the keys up to i - `distance`, or from i + `distance` on if `is_reversed`.
+    Nothing is subtracted, so rounding cannot make a weight negative.
 
     Returns:
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
+    found = None if state is not None else _by_kernel(tokens, features, dropout_p, True, distance, is_reversed)
+    if found is not None:
+        return found
+    if is_reversed:
+        later = causal(tokens.reversed(), features, dropout_p, distance=distance)
+        return Partial(*(x.flip(1) for x in later))
+    tokens = _moved(tokens, distance) if distance else tokens
     size = _SMALL_CHUNK if count_of(features, tokens) <= _FEW_FEATURES else _CHUNK
     size = size if exporting_to_onnx() else min(size, tokens.key.shape[1])
     parts = []
-    for segment in _segments(size * _SEGMENT_CHUNKS, *tokens):
+    for segment in _segments(size * scan_chunks(tokens.key.device), *tokens):
         part, state = _causal_segment(Tokens(*segment), features, size, dropout_p, state)
         parts.append(part)
     return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
@@ -163,7 +201,7 @@ def count_of(features: Features, tokens: Tokens) -> int:
 
 def numel_of_head(key: Tensor, num_features: int, *, is_causal: bool) -> int:
     """Count the numbers of a head's temporaries, for keys (BH, N, D), as `slice_size` takes it."""
-    segment = _CHUNK * _SEGMENT_CHUNKS if is_causal else _SEGMENT
+    segment = _CHUNK * scan_chunks(key.device) if is_causal else _SEGMENT
     return min(key.shape[1], segment) * max(num_features, key.shape[2])
 
 
@@ -359,17 +397,15 @@ def features_beyond(
 ) -> list[Partial]:
     """Compute attention of query i to the keys up to i - `distance` (at least 1) and from i + `distance` on.
 
-    This is the causal form for shifted keys, once in each direction. Nothing is subtracted, so rounding cannot make a
-    weight negative. The tokens of a state are far from every query.
+    The tokens of a state are far from every query.
 
     Returns:
         Partials of out (BH, N, Dv) and lse (BH, N): one if `is_causal`, else two.
     """
-    earlier = causal(_moved(tokens, distance), features, dropout_p, state)
-    if is_causal:
-        return [earlier]
-    later = causal(_moved(tokens.reversed(), distance), features, dropout_p)
-    return [earlier, Partial(*(x.flip(1) for x in later))]
+    earlier = causal(tokens, features, dropout_p, state, distance=distance)
+    return (
+        [earlier] if is_causal else [earlier, causal(tokens, features, dropout_p, distance=distance, is_reversed=True)]
+    )
 
 
 def _moved(tokens: Tokens, distance: int) -> Tokens:
