@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.backends.devices import adds_by_index, sum_dtype
+from hf_efficient_attn.ops.backends.devices import adds_by_index, index_of_max, sum_dtype
 from hf_efficient_attn.ops.index import constant, flat_index, integers, pad_to_blocks, valid_first
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -45,6 +45,8 @@ _LARGER_SLICES = 5
 RIDGE = 1e-3
 # `weighted_sums` multiplies parts of this many tokens: few large products would leave most of a device idle.
 _PART = 4096
+# With more right-hand sides per row of a matrix than this, a product with the inverse takes less time than solves.
+_MANY_RIGHT = 2
 # The smallest weight of a cluster by which sums are divided.
 _LEAST_WEIGHT = 1e-35
 
@@ -54,14 +56,8 @@ def nearest(points: Tensor, landmarks: Tensor, exists: Tensor | None = None) -> 
     """Find the nearest landmark (BH, m, D) of every point (BH, C, D), by the Euclidean distance: int64 (BH, C).
 
     Landmarks for which `exists`, bool (BH, m), is False are the nearest of no point.
-
-    The index of a landmark replaces the last bits of its closeness, so that the maximum contains the index. On a CPU
-    this takes a quarter of the time of `argmax`. Distances that differ in these bits only count as equal.
     """
-    integer = torch.int64 if points.dtype == torch.float64 else torch.int32
     count = landmarks.shape[1]
-    bits = (1 << (count - 1).bit_length()) - 1
-    index = _integers(count, integer, points.device)  # (m,)
     landmarks = landmarks.mT  # (BH, D, m)
     offset = landmarks.square().sum(1, keepdim=True)  # (BH, 1, m)
     if exists is not None:  # not infinity, whose bits are no number with an index in them
@@ -70,16 +66,10 @@ def nearest(points: Tensor, landmarks: Tensor, exists: Tensor | None = None) -> 
     def some_heads(points: Tensor, landmarks: Tensor, offset: Tensor) -> Tensor:
         # `baddbmm` takes twice as long: on the CPU it first copies the offsets to all rows.
         scores = torch.bmm(points, landmarks).sub_(offset, alpha=0.5)  # (BH, C, D) @ (BH, D, m) -> (BH, C, m)
-        scores.view(integer).bitwise_and_(~bits).bitwise_or_(index)
-        return scores.amax(2)  # (BH, C)
+        return index_of_max(scores)  # (BH, C)
 
     size = slice_size(points.shape[1] * count // _LARGER_SLICES, points.device)
-    return sliced(some_heads, points, landmarks, offset, size=size).view(integer).bitwise_and(bits).long()
-
-
-@constant
-def _integers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.arange(count, dtype=dtype, device=device)
+    return sliced(some_heads, points, landmarks, offset, size=size)
 
 
 def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
@@ -188,14 +178,28 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
     system = torch.add(kernel, one, alpha=ridge)  # (BH, m, m)
     with torch.no_grad():
         lower, failed = torch.linalg.cholesky_ex(system)  # (BH, m, m), (BH,)
-        # A product with the inverse takes less time than triangular solves for many right-hand sides.
-        inverse = torch.cholesky_inverse(torch.where(failed.view(-1, 1, 1) > 0, safe, lower))  # (BH, m, m)
-    solved = torch.bmm(inverse, right)  # (BH, m, m) @ (BH, m, N) -> (BH, m, N)
+        lower = torch.where(failed.view(-1, 1, 1) > 0, safe, lower)
+        # `cholesky_inverse` takes longer than solves, and on a CUDA device it inverts one matrix after another.
+        inverse = None
+        if right.shape[2] > _MANY_RIGHT * kernel.shape[1]:
+            inverse = _solve(lower, one.expand_as(lower))  # (BH, m, m)
+
+    def solve(right: Tensor) -> Tensor:
+        return _solve(lower, right) if inverse is None else torch.bmm(inverse, right)
+
+    solved = solve(right)  # (BH, m, N)
     if not (torch.is_grad_enabled() and (kernel.requires_grad or right.requires_grad)):
         return solved
     # A step of refinement has the value of the solution, and its gradient by R and K.
     solved = solved.detach()
-    return solved + inverse @ (right - system @ solved)
+    return solved + solve(right - system @ solved)
+
+
+def _solve(lower: Tensor, right: Tensor) -> Tensor:
+    """Compute (L L^T)^-1 R for lower triangular matrices (BH, m, m) and R (BH, m, N)."""
+    half = torch.linalg.solve_triangular(lower, right, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(lower.mT, half, upper=True)
+    return solved
 
 
 @constant

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import Partial, attend, keeps_pairs, merge
+from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, keeps_pairs, merge, takes_blocks
 from hf_efficient_attn.ops.exact import bias_of, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, pad_to_blocks, take
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -61,7 +61,6 @@ def window_partial(
     *,
     left: int,
     right: int,
-    skip: int = 0,
     scale: float,
     dropout_p: float = 0.0,
 ) -> Partial:
@@ -76,7 +75,6 @@ def window_partial(
         table: (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`), or None.
         left: keys before the query.
         right: keys after the query.
-        skip: number of first keys that no query attends to.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
 
@@ -86,6 +84,11 @@ def window_partial(
     length = query.shape[1]
     device = query.device
     exporting = exporting_to_onnx()
+    if table is None and not exporting:
+        block_keys = BlockKeys(length, window=(left, right), key_mask=key_mask)
+        found = block_attention(query, key, value, block_keys, scale=scale, dropout_p=dropout_p)
+        if found is not None:
+            return found
     block_q = _window_block(left + right, dropout_p, key)
     block_q = block_q if exporting else min(block_q, length)  # a graph must not depend on the length
     num_blocks = count_blocks(length, block_q)
@@ -94,15 +97,16 @@ def window_partial(
     # (block_q, block_k)
     distance = torch.arange(block_k, device=device) - left - torch.arange(block_q, device=device)[:, None]
     in_window = mask_bias((distance >= -left) & (distance <= right), query.dtype)[None, None]
+    if table is None or (table.dtype == query.dtype and not table.requires_grad):
+        in_window = in_window.to(query.dtype)  # exact
     if table is not None:
         in_window = in_window + bias_of(table.to(in_window.dtype), distance).unsqueeze(1)  # (BH, 1, block_q, block_k)
     valid = torch.ones(1, length, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    valid = valid & (torch.arange(length, device=device) >= skip)
     valid = pad(valid, (left, after)).unfold(1, block_k, block_q)  # (1 or BH, T, block_k)
     # Without a mask all blocks but those at both ends have the same bias.
     low = high = num_blocks
     if key_mask is None and not exporting:
-        low = min(num_blocks, ceil_div(left + skip, block_q))
+        low = min(num_blocks, ceil_div(left, block_q))
         high = max(low, num_blocks - ceil_div(after, block_q))
     blocks = pad_to_blocks(query, block_q)  # (BH, T, block_q, D)
     # (BH, T, block_k, .)
@@ -111,7 +115,9 @@ def window_partial(
     for first, last in ((0, low), (low, high), (high, num_blocks)):
         if first < last:
             is_inner = low < high and first == low
-            bias = in_window if is_inner else in_window + mask_bias(valid[:, first:last, None], query.dtype)
+            bias = in_window
+            if not is_inner:
+                bias = bias + mask_bias(valid[:, first:last, None], query.dtype).to(bias.dtype)
             own, own_keys, own_values = (
                 x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
             )
@@ -139,19 +145,23 @@ def window_attention(
     """
     batch, num_heads, length, head_dim = query.shape
     drops = call.dropout_p > 0.0
+    whole = False
+    if table is None and not exporting_to_onnx():
+        keys = _block_keys(call, None if key_mask is None else key_mask[:1], num_heads, length, key.device)
+        whole = takes_blocks(query[0], key[0], value[0], keys, call.dropout_p)
     # In the backward pass a slice holds the gradients of the keys of all its blocks. Plain products hold all pairs.
-    bias_of_pairs = query.new_empty(1, 1, 2, 1)
-    pairs = table is not None or keeps_pairs(query, key, bias_of_pairs, call.scale, call.dropout_p)
+    bias_of_pairs = query.new_empty(1, 1, 2, 1, requires_grad=table is not None and table.requires_grad)
+    pairs = keeps_pairs(query, key, bias_of_pairs, call.scale, call.dropout_p)
     numel = max(2 * (head_dim + value.shape[3]), 2 * (call.window_size + _MAX_BLOCK_Q) if pairs else 0)
-    size = slice_size(length * numel, query.device)
-    recompute = drops or table is not None
+    size = batch * num_heads if whole else slice_size(length * numel, query.device)
+    recompute = not whole and (drops or pairs)
 
     def of_mask(mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None) -> Tensor:
         form = functools.partial(_window_and_global, call, mask)
         return sliced(form, query, key, value, table, size=size, draws=drops, recompute=recompute)
 
-    if key_mask is None or exporting_to_onnx():
-        mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
+    if key_mask is None or whole or exporting_to_onnx():
+        mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)  # (BH, N)
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # (BH, N, .)
         out = of_mask(mask, query, key, value, None if table is None else table.repeat(batch, 1))
         unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
@@ -161,57 +171,79 @@ def window_attention(
     return torch.stack([of_mask(*row, table) for row in rows])
 
 
+def _block_keys(
+    call: WindowCall, mask: Tensor | None, batch_heads: int, length: int, device: torch.device
+) -> BlockKeys:
+    """Return the keys of all queries for a mask (1 or BH, N): the window, and the global tokens as a list."""
+    left = min(call.window_size, length)
+    right = 0 if call.is_causal else left
+    keys = BlockKeys(length, window=(left, right), key_mask=mask, is_causal=call.is_causal)
+    if not call.num_global:
+        return keys
+    tokens = _first_valid(mask, min(call.num_global, length), length, device)
+    log_weight = mask_bias(tokens.valid, torch.float32)
+    # (BH, 1, G) each: all queries are one block
+    listed, log_weight = (x.expand(batch_heads, -1).unsqueeze(1) for x in (tokens.positions, log_weight))
+    return keys._replace(listed=listed, log_weight=log_weight)
+
+
 def _window_and_global(
     call: WindowCall, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
 ) -> Tensor:
     """Compute the attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
     left, num_global, is_causal, scale, dropout_p = call
-    block_q = _GLOBAL_BLOCK_Q
     length = query.shape[1]
-    device = query.device
     if not exporting_to_onnx():
         num_global = min(num_global, length)
         left = min(left, length - 1)
-        block_q = min(block_q, length)
     right = 0 if is_causal else left
     window = functools.partial(window_partial, left=left, right=right, scale=scale, dropout_p=dropout_p)
     if not num_global:
         return window(query, key, value, mask, table).out
-    tokens = _first_valid(mask, num_global, length, device)
-    near = window(query, key, value, tokens.local_mask, skip=tokens.skipped)
+    tokens = _first_valid(mask, num_global, length, query.device)
     attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
-    out = merge(near, _attention_to_global(query, key, value, tokens, is_causal, block_q, attend_to)).out  # (BH, N, Dv)
     # The global tokens attend to all tokens. These outputs replace their outputs in the window.
     of_global = _attention_of_global(query, key, value, mask, tokens, is_causal, attend_to)  # (BH, G, Dv)
-    is_global = torch.zeros(tokens.positions.shape[0], length, dtype=torch.bool, device=device)  # (1 or BH, N)
-    is_global = is_global.scatter(1, tokens.positions, tokens.valid)
-    spread = out.scatter(1, tokens.positions[:, :, None].expand_as(of_global), of_global)  # (BH, N, Dv)
-    return torch.where(is_global[:, :, None], spread, out)
+    if mask is None and num_global == length:
+        return of_global
+    found = None
+    if not exporting_to_onnx():
+        keys = _block_keys(call, mask, len(query), length, query.device)
+        found = block_attention(query, key, value, keys, scale=scale, dropout_p=dropout_p)
+    first = num_global if mask is None else 0  # the first tokens are the global ones
+    if found is None:
+        own = query[:, first:], key[:, first:], value[:, first:]
+        found = merge(window(*own, tokens.local_mask), _attention_to_global(own[0], key, value, tokens, mask, call))
+    elif first:
+        found = Partial(found.out[:, first:], found.lse)
+    if mask is None:
+        return torch.cat((of_global, found.out), 1)
+    is_global = torch.zeros_like(mask).scatter(1, tokens.positions, tokens.valid)  # (1 or BH, N)
+    spread = found.out.scatter(1, tokens.positions[:, :, None].expand_as(of_global), of_global)  # (BH, N, Dv)
+    return torch.where(is_global[:, :, None], spread, found.out)
 
 
 def _attention_to_global(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tokens: "_GlobalTokens",
-    is_causal: bool,
-    block_q: int,
-    attend_to: Callable[..., Partial],
+    query: Tensor, key: Tensor, value: Tensor, tokens: "_GlobalTokens", mask: Tensor | None, call: WindowCall
 ) -> Partial:
-    """Compute attention of all tokens (BH, N, .) to the global tokens: out (BH, N, Dv) and lse (BH, N).
+    """Compute attention of (BH, N, D) queries to the global tokens: out (BH, N, Dv) and lse (BH, N).
 
-    In the causal form only later tokens attend to a global one. Because of padding between the tokens any token may
-    come before a global one.
+    Without a mask the queries come after all global tokens. In the causal form with a mask only later tokens attend to
+    a global one, and because of padding between the tokens any token may come before it.
     """
     length = query.shape[1]
-    allowed = tokens.valid[:, None].expand(-1, length, -1)  # (1 or BH, N, G)
-    if is_causal:
+    blocks = pad_to_blocks(query, _GLOBAL_BLOCK_Q if exporting_to_onnx() else min(_GLOBAL_BLOCK_Q, length))
+    bias = None
+    if mask is not None and not call.is_causal:
+        bias = mask_bias(tokens.valid, query.dtype)[:, None, None]  # (1 or BH, 1, 1, G)
+    elif mask is not None:
         position = torch.arange(length, device=query.device)
-        allowed = allowed & (tokens.positions[:, None] <= position[:, None])  # (1 or BH, N, G)
+        allowed = tokens.valid[:, None] & (tokens.positions[:, None] <= position[:, None])  # (1 or BH, N, G)
+        bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])  # (1 or BH, T, block_q, G)
     index = tokens.positions.expand(query.shape[0], -1)  # (BH, G)
-    blocks = pad_to_blocks(query, block_q)  # (BH, T, block_q, D)
-    bias = pad_to_blocks(mask_bias(allowed, query.dtype), blocks.shape[2])  # (1 or BH, T, block_q, G)
-    out, lse = attend_to(blocks, take(key, index)[:, None], take(value, index)[:, None], bias)
+    keys, values = (take(x, index)[:, None] for x in (key, value))  # (BH, 1, G, .)
+    # (BH, T, block_q, Dv), (BH, T, block_q)
+    out, lse = attend(blocks, keys, values, bias, scale=call.scale, dropout_p=call.dropout_p)
     return Partial(out.flatten(1, 2)[:, :length], lse.flatten(1, 2)[:, :length])
 
 
@@ -225,14 +257,13 @@ def _attention_of_global(
     attend_to: Callable[..., Partial],
 ) -> Tensor:
     """Compute attention of the global tokens to all tokens (BH, N, .): (BH, G, Dv)."""
-    length = query.shape[1]
-    allowed = torch.ones(1, length, dtype=torch.bool, device=query.device) if mask is None else mask
-    allowed = allowed[:, None].expand(-1, tokens.positions.shape[1], -1)
+    bias = None if mask is None else mask_bias(mask, query.dtype)[:, None, None]  # (1 or BH, 1, 1, N)
     if is_causal:
-        position = torch.arange(length, device=query.device)
-        allowed = allowed & (position <= tokens.positions[:, :, None])  # (1 or BH, G, N)
+        position = torch.arange(query.shape[1], device=query.device)
+        earlier = position <= tokens.positions[:, None, :, None]  # (1 or BH, 1, G, N)
+        bias = mask_bias(earlier, query.dtype) if bias is None else bias.masked_fill(~earlier, -torch.inf)
     rows = take(query, tokens.positions.expand(query.shape[0], -1))[:, None]  # (BH, 1, G, D)
-    return attend_to(rows, key[:, None], value[:, None], mask_bias(allowed, query.dtype)[:, None]).out[:, 0]
+    return attend_to(rows, key[:, None], value[:, None], bias).out[:, 0]
 
 
 class _GlobalTokens(NamedTuple):
@@ -242,13 +273,11 @@ class _GlobalTokens(NamedTuple):
         positions: int64 (1 or BH, G), the positions of the global tokens.
         valid: bool (1 or BH, G), False if there are fewer valid tokens.
         local_mask: bool (1 or BH, N), the other valid tokens, or None without padding.
-        skipped: the number of first tokens that no query attends to in its window.
     """
 
     positions: Tensor
     valid: Tensor
     local_mask: Tensor | None
-    skipped: int
 
 
 def _first_valid(mask: Tensor | None, count: int, length: int, device: torch.device) -> _GlobalTokens:
@@ -256,9 +285,9 @@ def _first_valid(mask: Tensor | None, count: int, length: int, device: torch.dev
     position = torch.arange(length, device=device)  # (N,)
     if mask is None:
         index = position[None, :count]
-        return _GlobalTokens(index, torch.ones_like(index, dtype=torch.bool), None, count)
+        return _GlobalTokens(index, torch.ones_like(index, dtype=torch.bool), None)
     index = torch.where(mask, length - position, -position).topk(count, dim=1).indices  # (1 or BH, G)
-    return _GlobalTokens(index, mask.gather(1, index), mask & (mask.cumsum(1) > count), 0)
+    return _GlobalTokens(index, mask.gather(1, index), mask & (mask.cumsum(1) > count))
 
 
 def window_bias(q_len: int, key_mask: Tensor, table: Tensor | None, call: WindowCall, dtype: torch.dtype) -> Tensor:

@@ -36,6 +36,7 @@ tables of docs/results.md. With `--half`, within its budget, no method has more 
 attention in the same dtype, which `--check` compares with.
 """
 
+import contextlib
 import functools
 import itertools
 import pathlib
@@ -56,6 +57,7 @@ from hf_efficient_attn.evaluation.timing import describe, processor_name, use_th
 from hf_efficient_attn.io.writing import check_picture
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
+from recipes.common.gpu_model import rounding_of_a_gpu
 from recipes.common.inputs import (
     Activation,
     alibi,
@@ -79,7 +81,8 @@ MODELS = ("minilm", "deit", "random")
 HALF_METHODS, HALF_GOAL = [name for name in hea.available_methods() if name != "auto"], 3.0
 HALF_COLUMNS = {
     "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
-    "at its budget": "{at:.2g}", "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
+    "at its budget": "{at:.2g}", "times exact": "{times:.2f}",
+    "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
 }  # fmt: skip
 COLUMNS = {"attention": "{method}", "budget": "{budget}", "error": "{error:.3f}{worse}", "deviation": "{deviation:.3f}"}
 TRADEOFF_COLUMNS = {
@@ -175,7 +178,7 @@ def measure_half(
         rounded = [Activation(a.layer, *(x.to(getattr(torch, dtype)) for x in a[1:4]), a.scale) for a in activations]
         found = [half_errors(config, one, budget, causal) for one in rounded]
         means = {k: None if found[0][k] is None else statistics.fmean(one[k] for one in found) for k in found[0]}
-        rows.append({"method": label, "dtype": dtype, **means})
+        rows.append({"method": label, "dtype": dtype, **means, "times": means["at"] / means["exact"]})
     return rows
 
 
@@ -248,6 +251,7 @@ def error(
         bool, "The hyperparameters of each method as they are, without a budget.", "--defaults"
     ) = False,
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
+    as_gpu: commands.option(bool, "With --half: round as the kernels of a GPU do.", "--as-gpu") = False,
     with_alibi: commands.option(bool, "Add the bias by distance of ALiBi to the scores.", "--alibi") = False,
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
     tradeoff: commands.option(
@@ -272,6 +276,8 @@ def error(
     biased = with_alibi or model not in MODELS
     if biased and (half or tradeoff):
         raise UnsupportedAttentionError("--half and --tradeoff measure without a bias: leave out --alibi and a T5")
+    if as_gpu and not half:
+        raise UnsupportedAttentionError("--as-gpu: float32 is not rounded; give --half bfloat16")
     if check and not half:
         raise UnsupportedAttentionError("--check: the goals are those of half precision; give --half bfloat16")
     # Causal forms always have a window as near field, whatever `near_field` is.
@@ -300,7 +306,8 @@ def error(
             heads = (torch.cat([one[i][:, :1] for one in activations], 1) for i in (1, 2, 3))
             activations = [Activation(0, *heads, activations[0].scale)]
         if half:
-            rows = measure_half(configs, activations, dtypes, budgets[0], causal)
+            with rounding_of_a_gpu() if as_gpu else contextlib.nullcontext():
+                rows = measure_half(configs, activations, dtypes, budgets[0], causal)
         else:
             rows = measure(list(configs.values()), activations, budgets, seeds, causal)
             if tradeoff:

@@ -104,13 +104,14 @@ def test_first_pivot_has_the_probability_of_its_diagonal():
     torch.testing.assert_close(shares.double(), expected, atol=0.015, rtol=0.0)
 
 
+@pytest.mark.parametrize("columns", [3, 100])  # by solves, and by the inverse
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_regularized_solve_of_an_indefinite_matrix(needs_grad):
+def test_regularized_solve_of_an_indefinite_matrix(needs_grad, columns):
     """Rounding can make a kernel matrix indefinite by more than the ridge. The other heads keep the ridge."""
     points = points_of("normal", 1, 30)[0].float()
     kernel = torch.stack((torch.ones(30, 30), torch.exp(-0.5 * torch.cdist(points, points).square())))
     kernel[0, 0, 1] = kernel[0, 1, 0] = 1.05
-    right = torch.ones(2, 30, 3)
+    right = torch.ones(2, 30, columns)
     assert torch.linalg.cholesky_ex(kernel[0] + 1e-3 * torch.eye(30)).info > 0
     kernel.requires_grad_(needs_grad)
     out = clusters.regularized_solve(kernel, right, 1e-3)

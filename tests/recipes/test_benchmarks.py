@@ -239,15 +239,21 @@ def test_one_run_of_the_gpu_benchmark(tmp_path, capsys, monkeypatch):
     )
     folder, order, times = tmp_path / "out", [], gpu.times
     monkeypatch.setattr(gpu, "times", lambda *given: order.append((given[1].length, given[2])) or times(*given))
+    monkeypatch.setattr(gpu, "constants", lambda device: {"op": 1e-6})
+    monkeypatch.setattr(gpu, "_PROFILED", ("linformer",))
     words = "--dtype float32 --heads 2 --minutes 5 --method longformer,linformer --length 32,64 -o"
     assert run(gpu, words, folder) == 0
-    assert order == [(length, rounds) for rounds in (1, 3) for length in (32, 32, 64, 64)]  # all lengths come first
+    # All lengths come first, then the causal form.
+    assert order == [(length, rounds) for rounds in (1, 3) for length in (32, 32, 64, 64) * 2]
     result = json.loads((folder / "gpu.json").read_text())
     kept = result["promises"]
     assert all(all(checks.values()) for checks in kept.values())
     assert kept["longformer"].keys() - kept["linformer"].keys() == {"the future never leaks"}
     assert 0 < result["errors"]["longformer"] < result["errors"]["linformer"]
-    rows = [(row["attention"], row["length"], row["backward"]) for row in result["times"]]
+    assert result["constants"] == {"op": 1e-6} and result["profiles"]["linformer"]["length"] == 64
+    assert result["profiles"]["linformer"]["operations"]
+    assert {row["attention"] for row in result["times"] if row["causal"]} == {"exact, default", "longformer"}
+    rows = [(row["attention"], row["length"], row["backward"]) for row in result["times"] if not row["causal"]]
     names = ["exact, default", "longformer", "linformer"]
     assert rows == [(name, n, backward) for n in (32, 64) for backward in (False, True) for name in names]
     assert all(

@@ -29,6 +29,7 @@ def _forward(call: AttendCall) -> Partial:
     tensors = query.to(dtype), key.to(dtype), value.to(dtype)
     if query.shape[3] != value_dim or any(x.stride(3) != 1 for x in tensors):
         tensors = widen(*tensors, None, 0, scale)
+    bias = None if bias is None else bias.to(accumulation_dtype(query.dtype))
     query, key, value, mask = _arrange(*tensors, bias)
     out, lse = _KERNEL(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     out = out if out.shape[3] == value_dim else out[..., :value_dim]
@@ -48,7 +49,7 @@ def _backward(
 
     dtype = accumulation_dtype(call.query.dtype)
     # The kernel has no gradient of its mask. A bias with a gradient becomes a dimension of the keys.
-    mask = None if with_bias else call.bias
+    mask = None if with_bias or call.bias is None else call.bias.to(dtype)
     return fused_backward(call, partial, grad_out, grad_lse, with_bias, dtype, mask, _arrange, kernel)
 
 

@@ -87,6 +87,26 @@ def halved(x: Tensor) -> Tensor:
     return torch.cat((is_smaller.nonzero()[:, 1].view(-1, half), larger), 1)
 
 
+def may_hold(condition: Tensor) -> bool:
+    """Whether a condition is True anywhere. On an accelerator, which the call would wait for, it may be."""
+    return condition.device.type != "cpu" or bool(condition.any())
+
+
+def index_of_max(scores: Tensor) -> Tensor:
+    """Return the index of the largest number of each row: (..., n) -> int64 (...). It overwrites the scores.
+
+    On a CPU the index replaces the last bits of each number, so that the maximum contains the index. This takes a
+    quarter of the time of `argmax`. Numbers that differ in these bits only count as equal.
+    """
+    if scores.device.type != "cpu":
+        return scores.max(-1)[1]
+    integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
+    count = scores.shape[-1]
+    bits = (1 << (count - 1).bit_length()) - 1
+    scores.view(integer).bitwise_and_(~bits).bitwise_or_(torch.arange(count, dtype=integer))
+    return scores.amax(-1).view(integer).bitwise_and(bits).long()
+
+
 _CPU = torch.device("cpu")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -23,30 +23,44 @@ Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 BackwardKernel = Callable[[Tensor, tuple[Tensor, ...], Tensor, Tensor, Tensor | None], list[Tensor]]
 
 
-def takes_fused(call: AttendCall) -> bool:
-    """Whether a call suits the kernels for accelerators, which take a bias per key and no float64."""
+def takes_fused(call: AttendCall, takes_pairs: bool = False) -> bool:
+    """Whether a call suits the kernels for accelerators, which take no float64, and a bias per key.
+
+    With `takes_pairs` a kernel takes a bias of pairs, too, but has no gradient of it.
+    """
     query, key, _, bias, scale, dropout_p, is_exported = call
     if query.device.type not in ("cuda", "meta") or dropout_p > 0.0 or is_exported:  # meta: as on CUDA
         return False
     if query.numel() == 0 or key.numel() == 0 or query.dtype == torch.float64:
         return False
-    return (bias is None or bias.shape[2] == 1) and scale != 0.0 and query.shape[0] < 1 << 16
+    if bias is not None and bias.shape[2] > 1 and not (takes_pairs and not _needs_grad(bias)):
+        return False
+    return scale != 0.0 and max(query.shape[:2]) < 1 << 16
 
 
-def fused_forward(call: AttendCall, kernel: Kernel) -> Partial:
-    """Compute `Backend.forward` by a kernel for accelerators."""
+def _needs_grad(bias: Tensor) -> bool:
+    return torch.is_grad_enabled() and bias.requires_grad
+
+
+def fused_forward(call: AttendCall, kernel: Kernel, mask: Tensor | None = None) -> Partial:
+    """Compute `Backend.forward` by a kernel for accelerators, which may take the bias as a mask."""
     query, key, value, bias, scale, _, _ = call
     shape = query.shape[:3]
-    key_bias = None if bias is None else bias[:, :, 0]  # (BH, T, Nk)
+    key_bias = None if bias is None or mask is not None else bias[:, :, 0]  # (BH, T, Nk)
+    empty = None if bias is None else bias.amax(-1) == -torch.inf  # (BH, T, Nq or 1)
+    # Without a key the output is 0. Few values are masked in place of many outputs.
+    masks_values = key_bias is not None and value.shape[1] >= key_bias.shape[1] and value.numel() < query.numel()
+    if empty is not None and masks_values:
+        value = value.masked_fill(empty.unsqueeze(-1), 0.0)
     wide = widen(query, key.to(query.dtype), value.to(query.dtype), key_bias, 0, scale)
-    query, key, value, _ = share_blocks(*wide, None)
+    query, key, value, _ = share_blocks(*wide, mask)
     out, lse = kernel(query, key, value)
     out = out[..., : call.value.shape[3]].reshape(*shape, -1).to(call.value.dtype)
     lse = lse.reshape(shape)
-    if bias is None:
+    if empty is None:
         return Partial(out, lse)
-    empty = bias.amax(-1) == -torch.inf  # (BH, T, 1)
-    return Partial(out.masked_fill(empty.unsqueeze(-1), 0.0), lse.masked_fill(empty, -torch.inf))
+    out = out if masks_values else out.masked_fill(empty.unsqueeze(-1), 0.0)
+    return Partial(out, lse.masked_fill(empty, -torch.inf))
 
 
 def fused_backward(
@@ -160,12 +174,12 @@ def width_of(call: AttendCall, with_grad_lse: bool = False) -> int:
 
 
 def share_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Arranged:
-    """Arrange the tensors as (batch, heads, ., .) for a kernel without a mask, so that nothing large is copied.
+    """Arrange the tensors as (batch, heads, ., .) for a kernel, so that nothing large is copied.
 
-    Blocks that share their keys become one block.
+    Blocks that share their keys become one block, unless there is a mask (BH, T, Nq, Nk).
     """
     batch_heads, num_blocks = query.shape[:2]
-    if key.shape[1] == value.shape[1] == 1:
+    if key.shape[1] == value.shape[1] == 1 and (mask is None or num_blocks == 1):
         return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, mask  # (BH, 1, T * Nq, D)
     key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
     return query, key, value, mask

@@ -1,7 +1,7 @@
 """Attention by plain products, for everything that no kernel computes.
 
-This is float64 on an accelerator, other devices, dropout, a bias of single pairs on an accelerator or with a gradient,
-tensors without numbers, and graphs for ONNX.
+This is float64 on an accelerator, other devices, dropout, a bias of single pairs with a gradient, tensors without
+numbers, and graphs for ONNX.
 """
 
 import torch
