@@ -43,8 +43,10 @@ def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
 # Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
 _LARGER_SLICES = 5
 RIDGE = 1e-3
-# `weighted_sums` multiplies parts of this many tokens: few large products would leave most of a device idle.
+# `weighted_sums` multiplies parts of this many tokens: few large products would leave most of a device idle. With more
+# clusters than `_MOST_PRODUCTS` additions by index take less time.
 _PART = 4096
+_MOST_PRODUCTS = 512
 # With more right-hand sides per row of a matrix than this, a product with the inverse takes less time than solves.
 _MANY_RIGHT = 2
 # The smallest weight of a cluster by which sums are divided.
@@ -90,23 +92,23 @@ def weighted_sums(cluster: Tensor, x: Tensor, weight: Tensor, count: int) -> tup
     Returns:
         (BH, m, F) and (BH, m), in the accumulation dtype.
     """
-    if adds_by_index(x.device):
-        total = weight.new_zeros(len(x), count).scatter_add(1, cluster, weight)
+    acc_dtype = weight.dtype
+    by_products = count <= _MOST_PRODUCTS and not adds_by_index(x.device)
+    dtype = sum_dtype(x) if by_products else weight.dtype
+    weight = weight.to(dtype)
+    total = weight.new_zeros(len(x), count, dtype=acc_dtype).scatter_add(1, cluster, weight.to(acc_dtype))
+    if not by_products:
         return cluster_sums(cluster, x * weight.unsqueeze(2), count), total
-    dtype = sum_dtype(x)
-    size = min(_PART, x.shape[1])
 
     def some_parts(cluster: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # (P, size, .)
-        is_member = cluster == integers(count, cluster.device)  # (P, size, m)
-        weights = torch.where(is_member, weight.to(dtype), 0.0)
-        sums = torch.bmm(weights.mT, x.to(dtype)).to(weight.dtype)  # (P, m, F)
-        return torch.cat((sums, weights.sum(1, dtype=weight.dtype).unsqueeze(2)), 2)
+        weights = torch.where(cluster == integers(count, cluster.device), weight, 0.0)  # (P, size, m)
+        return torch.bmm(weights.mT, x.to(dtype))  # (P, m, F)
 
+    size = min(_PART, x.shape[1])
     # Padding has no weight.
     parts = (pad_to_blocks(y, size).flatten(0, 1) for y in (cluster.unsqueeze(2), x, weight.unsqueeze(2)))
-    sums = sliced(some_parts, *parts, size=slice_size(size * count, x.device))  # (BH * T, m, F + 1)
-    sums = sums.unflatten(0, (len(x), -1)).sum(1)
-    return sums[..., :-1], sums[..., -1]
+    sums = sliced(some_parts, *parts, size=slice_size(size * count, x.device))  # (BH * T, m, F)
+    return sums.unflatten(0, (len(x), -1)).sum(1, dtype=acc_dtype), total
 
 
 def cluster_means(sums: Tensor, weight: Tensor, first: Tensor) -> Tensor:

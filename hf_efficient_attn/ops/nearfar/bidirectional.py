@@ -79,8 +79,7 @@ def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFa
         (BH, Nq, Dv).
     """
     probes = compute_probes(query, key, value, options) if options.num_probes else None
-    centered = key.to(accumulation_dtype(key.dtype))
-    centered = centered - centered.mean(1, keepdim=True)
+    centered = key - key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
     landmarks = choose_landmarks(query, centered, options)
     keys = _Keys(centered, value, landmarks.key, *represent(centered, value, landmarks))
     out = _attend(query, keys, _heads_with_near_keys(query, keys, probes, options), options)
@@ -274,8 +273,8 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
     near_value = take(keys.value, near)
     sums, total, near_bias = _without(keys, near, near_value, has_near)
     value, log_weight = means_and_logs(sums, total, LEAST_SHARE * keys.total.unsqueeze(1))  # (BH, G, m, .), (BH, G, m)
-    center = keys.center.unsqueeze(1).expand(-1, near.shape[1], -1, -1)
-    key = torch.cat((take(keys.key, near), center), 2).to(queries.dtype)  # (BH, G, w + m, D)
+    center = keys.center.to(queries.dtype).unsqueeze(1).expand(-1, near.shape[1], -1, -1)
+    key = torch.cat((take(keys.key, near).to(queries.dtype), center), 2)  # (BH, G, w + m, D)
     value = torch.cat((near_value, value.to(near_value.dtype)), 2)
     bias = torch.cat((near_bias, log_weight), 2).unsqueeze(2)  # (BH, G, 1, w + m)
     return attend(queries, key, value, bias, **call).out
@@ -308,8 +307,8 @@ def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOpt
     keys, the groups of their queries and the near keys of each group.
     """
     with torch.no_grad():
-        q, k = (x.to(accumulation_dtype(x.dtype)) for x in (query, key))
-        k = k - k.mean(1, keepdim=True)
+        q = query.to(accumulation_dtype(query.dtype))
+        k = key - key.mean(1, keepdim=True, dtype=q.dtype)
         landmarks = choose_landmarks(query, k, options)
         represented = represent(k, value, landmarks)
         probes = compute_probes(query, key, value, options) if options.num_probes else None
