@@ -1,8 +1,6 @@
 """What the Triton kernels of the package read, write and multiply, by formulas, for the model of the time on a GPU."""
 
 import functools
-
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple
