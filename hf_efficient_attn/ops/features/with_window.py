@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.features.directions import through_directions
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.features.sums import (
     FeatureState,
@@ -33,7 +34,6 @@ from hf_efficient_attn.ops.features.sums import (
     log_weights_naive,
     numel_of_head,
     query_state,
-    through_directions,
     union,
 )
 from hf_efficient_attn.ops.shards import Shards, gather
