@@ -393,13 +393,3 @@ def _moved(tokens: Tokens, distance: int) -> Tokens:
         return Tokens(query, key, value, pad(key_mask, (distance, 0))[:, :length])
     key, value = (pad(x, (0, 0, distance, -distance)) for x in (key, value))
     return Tokens(query, key, value, pad(key_mask, (distance, -distance)))
-
-
-def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
-    """Compute the logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
-    phi_q, log_q = features.of_query(query)
-    phi_k, log_k = features.of_key(key, None)
-    logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
-    logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
-    logs = logs if log_k is None else logs + log_k.unsqueeze(-2)  # (..., Nq, Nk)
-    return logs / LOG2_E
