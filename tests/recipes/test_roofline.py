@@ -27,6 +27,8 @@ def test_every_method_runs_on_the_branches_of_a_gpu(method, causal, backward, dt
     assert row["launches"] == len(recorder.operations) >= 1
     # At least the inputs are read and the output is written.
     assert row["gigabytes"] * 1e9 >= 4 * 16 * 3000 * 64 * (4 if dtype == "float32" else 2)
+    # Such a call can be captured in a CUDA graph.
+    assert causal or method == "approx_kmv" or row["syncs"] == 0
     host = H100.call + row["launches"] * H100.op
     assert row["ms"] > 0 and (row["bound"] != "host" or row["ms"] > 900 * host)
 
