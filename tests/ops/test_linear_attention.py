@@ -101,7 +101,7 @@ def test_learned_features(kernels, name, causal):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (130, 64, 128, 128), (65, 300, 100, 3)])
 def test_sizes(kernels, sizes):
-    check(make(*sizes), 1e-5)
+    check(make(*sizes, torch.bfloat16), HALF[torch.bfloat16])
 
 
 def test_weights_that_underflow_have_no_output_and_no_gradient(kernels):

@@ -258,7 +258,7 @@ def dense(query, parts, features, future):
 @pytest.mark.parametrize("name", ["elu", "favor"])
 @pytest.mark.parametrize("with_state", [False, True])
 def test_the_causal_scan(name, with_state, monkeypatch):
-    monkeypatch.setattr(sums, "_SEGMENT_CHUNKS", 2)
+    monkeypatch.setattr(sums, "scan_chunks", lambda device: 2)
     own, before = tokens(300), tokens(40, seed=5)
     leaves = [x.clone().requires_grad_() for x in (*own[:3], *before[1:3])]
 
