@@ -10,26 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_efficient_attn import methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods import (
-    MethodConfig,
-    attention,
-    available_methods,
-    make_config,
-    method_info,
-    naive_attention,
-)
 from hf_efficient_attn.ops.backends.devices import in_float64
 
 __all__ = [
-    "AttentionError",
-    "attention_error",
-    "exact_output",
-    "near_field_pairs",
-    "relative_error",
-    "residual_matrix",
+    "AttentionError", "attention_error", "exact_output", "near_field_pairs", "relative_error", "residual_matrix",
     "softmax_matrix",
-]
+]  # fmt: skip
 
 # Largest number of entries of a dense matrix, all heads together: 4 GiB of float64.
 _MAX_ENTRIES = 1 << 29
@@ -89,7 +77,7 @@ def softmax_matrix(
 @in_float64
 @torch.no_grad()
 def near_field_pairs(
-    method_or_config: str | MethodConfig,
+    method_or_config: str | methods.MethodConfig,
     query: Tensor,
     key: Tensor,
     *,
@@ -116,10 +104,10 @@ def near_field_pairs(
             within the budget, or the far field cannot be separated from it), or too many tokens.
     """
     _check_heads(query, key, attention_mask)
-    config = make_config(method_or_config)
+    config = methods.make_config(method_or_config)
     check_dense("near_field_pairs", *query.shape[:3], key.shape[2])
     # The weights of features are never 0, so that such a method is no proposal for a near field.
-    kinds = {name: method_info(name).config_class.hyperparameters() for name in available_methods()}
+    kinds = {name: methods.method_info(name).config_class.hyperparameters() for name in methods.available_methods()}
     proposed = ", ".join(
         name for name, of in kinds.items() if {"block_size", "window_size"} & set(of) and "num_features" not in of
     )
@@ -130,14 +118,14 @@ def near_field_pairs(
             f"{config.method} has no near field of pairs. Methods that have one: {proposed}"
         )
     if "num_samples" in names:
-        config = make_config(config, num_samples=0)
+        config = methods.make_config(config, num_samples=0)
     if getattr(config, "near_field", None) == "auto" and not is_causal:
         query, key = query.double(), key.double()
     else:
         scale = 0.0
     # With one unit vector as each value, the output is the matrix of weights.
     units = torch.eye(key.shape[2], dtype=query.dtype, device=query.device).expand(*key.shape[:2], -1, -1)
-    weights = naive_attention(
+    weights = methods.naive_attention(
         config, query, key, units, attention_mask=attention_mask, is_causal=is_causal, scale=scale, seed=seed
     )
     pairs = weights > 0
@@ -152,7 +140,7 @@ def near_field_pairs(
 @in_float64
 @torch.no_grad()
 def residual_matrix(
-    method_or_config: str | MethodConfig, query: Tensor, key: Tensor, *, seed: int = 0, **options: Any
+    method_or_config: str | methods.MethodConfig, query: Tensor, key: Tensor, *, seed: int = 0, **options: Any
 ) -> Tensor:
     """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
 
@@ -266,7 +254,7 @@ def relative_error(approximate: Tensor, exact: Tensor) -> AttentionError:
 
 @torch.no_grad()
 def attention_error(
-    method_or_config: str | MethodConfig,
+    method_or_config: str | methods.MethodConfig,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -293,7 +281,7 @@ def attention_error(
         UnsupportedAttentionError: as `hea.attention`.
     """
     options: dict[str, Any] = {"attention_mask": attention_mask, "is_causal": is_causal, "scale": scale}
-    out = attention(method_or_config, query, key, value, seed=seed, **options, **hyperparameters)
+    out = methods.attention(method_or_config, query, key, value, seed=seed, **options, **hyperparameters)
     if exact is None:
         exact = exact_output(query, key, value, **options)
     if attention_mask is not None and query.shape[2] == key.shape[2]:

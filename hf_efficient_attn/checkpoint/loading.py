@@ -38,26 +38,21 @@ class LoadedModel(NamedTuple):
 @contextlib.contextmanager
 def no_progress_bar() -> Iterator[None]:
     """Hide the progress bar that Transformers draws for every model that it loads."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
+    with contextlib.ExitStack() as stack:
+        if logging.is_progress_bar_enabled():
+            stack.callback(logging.enable_progress_bar)
+        logging.disable_progress_bar()
         yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide the progress bar, the warnings and the reports of Transformers; the caller reports what matters."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    try:
-        with no_progress_bar(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
+    with no_progress_bar(), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(logging.CRITICAL)
+        yield
 
 
 def load_model(checked: CheckedSource) -> PreTrainedModel:

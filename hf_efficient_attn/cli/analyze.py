@@ -22,9 +22,11 @@ _length = (
     "2048, or the whole text if it is shorter]"
 )
 _methods = f"NAME or NAME:key=value; repeated or separated by commas. [default: variants of {common.DEFAULT_METHODS}]"
+_budgets = "Costs in columns. [default: 64,128,256,512]"
 _max_error = (
     "Recommend one method and budget for all layers whose error stays below this on unseen inputs. [default: 0.2]"
 )
+_output = "Write analysis.json and analysis.png there."
 _calibrate = (
     "Instead of --max-error: recommend the fastest method and budget for each layer whose error stays below this on "
     "unseen inputs."
@@ -39,17 +41,13 @@ def analyze(
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="Number of texts or pictures.")] = 4,
     methods: Annotated[list[str], common.names_option(_methods)] = [],  # noqa: B006 (typer copies it)
     setting: common.Settings = [],  # noqa: B006
-    budgets: Annotated[
-        list[str], typer.Option(metavar="N", show_default=False, help="Costs in columns. [default: 64,128,256,512]")
-    ] = [],  # noqa: B006
+    budgets: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_budgets)] = [],  # noqa: B006
     max_error: Annotated[float | None, typer.Option(metavar="X", show_default=False, help=_max_error)] = None,
     calibrate: Annotated[float | None, typer.Option(metavar="X", help=_calibrate)] = None,
     threads: common.Threads = None,
     device: common.Device = None,
     minutes: common.Minutes = None,
-    output: Annotated[
-        pathlib.Path | None, typer.Option(metavar="FOLDER", help="Write analysis.json and analysis.png there.")
-    ] = None,
+    output: Annotated[pathlib.Path | None, typer.Option(metavar="FOLDER", help=_output)] = None,
     force: common.Force = False,
     allow_pickle: common.AllowPickle = False,
     as_json: common.Json = False,
@@ -70,20 +68,13 @@ def analyze(
 
     if output is not None:
         check_folder(output, ("analysis.json", "analysis.png"), force=force)
+    limit = next((limit for limit in (calibrate, max_error) if limit is not None), 0.2)
+    execution = _execution(minutes, is_silent=as_json)  # JSON is for programs: nothing else is printed then
     work = functools.partial(
-        analyze_checkpoint,
-        source,
-        data,
-        device=common.parse_device(device),
-        allow_pickle=allow_pickle,
-        length=length,
-        rows=rows,
-        execution=_execution(minutes, is_silent=as_json),  # JSON is for programs: nothing else is printed then
-        methods=chosen or None,
-        budgets=common.parse_lengths(budgets) or None,
-        max_error=next((limit for limit in (calibrate, max_error) if limit is not None), 0.2),
-        per_layer=calibrate is not None,
-    )
+        analyze_checkpoint, source, data, length=length, rows=rows, device=common.parse_device(device),
+        allow_pickle=allow_pickle, methods=chosen or None, budgets=common.parse_lengths(budgets) or None,
+        max_error=limit, per_layer=calibrate is not None, execution=execution,
+    )  # fmt: skip
     result, status = common.until_interrupted(work, threads)
 
     def with_command(config: pathlib.Path | None) -> dict[str, Any]:

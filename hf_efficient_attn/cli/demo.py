@@ -24,6 +24,7 @@ _NEXT = (
 
 _method = "NAME or NAME:key=value; repeated or separated by commas. [default: auto, nearfar]"
 _length = "Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 512,8192]"
+_plot = "Measure the errors of layers too, and draw them and the speed-up by length."
 
 
 @common.command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
@@ -31,12 +32,7 @@ def demo(
     method: Annotated[list[str], common.names_option(_method)] = [],  # noqa: B006 (typer copies it)
     length: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_length)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
-    plot: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            metavar="FILE", help="Measure the errors of layers too, and draw them and the speed-up by length."
-        ),
-    ] = None,
+    plot: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_plot)] = None,
     minutes: common.Minutes = None,
     threads: common.Threads = None,
     device: common.Device = None,

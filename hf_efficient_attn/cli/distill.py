@@ -4,9 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_efficient_attn.cli import common
-from hf_efficient_attn.cli.benchmark import Data
-from hf_efficient_attn.cli.convert import describe_conversion, parse_method
+from hf_efficient_attn.cli import benchmark, common, convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 
 _method = "A method with learned parameters: `methods` marks them."
@@ -30,7 +28,7 @@ _minutes = "End the training after about this time and save its state, as Ctrl-C
 )
 def distill(
     source: common.Source,
-    data: Data,
+    data: benchmark.Data,
     output: common.Output,
     method: Annotated[str, common.names_option(_method)],
     setting: common.MethodSettings = [],  # noqa: B006 (typer copies it)
@@ -78,7 +76,7 @@ def distill(
         raise UnsupportedAttentionError(
             "--write-now does not train: leave out --restart, which discards the state that it needs, and --minutes"
         )
-    chosen, hyperparameters = parse_method(method, setting)
+    chosen, hyperparameters = convert.parse_method(method, setting)
     if hyperparameters is None:
         raise UnsupportedAttentionError(
             f"--method {method} is exact attention, which learns nothing: give a method that `methods` marks"
@@ -150,7 +148,7 @@ class Rows:
         if (outputs := result["outputs"]) is not None:
             loss = f"{_number(outputs['before'])} before and is {_number(outputs['after'])} now"
             typer.echo(f"\nFine-tuning: the loss on held-out inputs was {loss}.")
-        typer.echo("\n" + "\n".join(describe_conversion(done)))
+        typer.echo("\n" + "\n".join(convert.describe_conversion(done)))
         if result["complete"] and done["state"] is not None:
             typer.echo(
                 f"\nMore --steps and --force continue this training. If you do not need that, delete {done['state']}."

@@ -15,6 +15,8 @@ _install = (
     "hf_efficient_attn==0.2.0. A push with --yes stores it for later ones."
 )
 _card = "Print the card as it would be sent, instead of the list of files."
+_method = "A method without learned parameters."
+_repo = "Hub id of the repository. [default: ORG and the name of the folder]"
 
 
 @command("push OUT my-name/minilm-kdeformer --private, and again with --yes when the list is right")
@@ -69,15 +71,9 @@ def push(
 
 @command("export-kernel nearfar --repo my-org/nearfar -o nearfar-kernel")
 def export_kernel(
-    method: Annotated[
-        str,
-        typer.Argument(metavar="METHOD", help="A method without learned parameters.", autocompletion=complete_methods),
-    ],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help=_method, autocompletion=complete_methods)],
     output: Output,
-    repo: Annotated[
-        str | None,
-        typer.Option(metavar="ORG/NAME", help="Hub id of the repository. [default: ORG and the name of the folder]"),
-    ] = None,
+    repo: Annotated[str | None, typer.Option(metavar="ORG/NAME", help=_repo)] = None,
     force: ForceFolder = False,
     as_json: Json = False,
 ) -> None:

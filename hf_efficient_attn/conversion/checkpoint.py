@@ -22,16 +22,7 @@ from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
-from hf_efficient_attn.checkpoint.source import (
-    FILE,
-    INDEX,
-    PICKLED,
-    SINGLE,
-    TRAINED,
-    Weights,
-    check_hub_id,
-    provenance,
-)
+from hf_efficient_attn.checkpoint.source import FILE, INDEX, PICKLED, SINGLE, TRAINED, Weights, check_hub_id, provenance
 from hf_efficient_attn.conversion.convert import convert, extend_positions, num_positions, requested_settings
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
@@ -147,10 +138,7 @@ class Conversion:
             extend_positions(model, length)
 
     def switch(
-        self,
-        method: str | EfficientAttentionConfig,
-        hyperparameters: Mapping[str, Any],
-        layers: Sequence[Layer] | None,
+        self, method: str | EfficientAttentionConfig, hyperparameters: Mapping[str, Any], layers: Sequence[Layer] | None
     ) -> None:
         """Extend the positions and switch the model to a method; the arguments are those of `convert_saved_model`."""
         model, stored = self.model, self.model.config.efficient_attention
@@ -302,9 +290,8 @@ def notes_of(
     contents of `efficient_attention.json`. `changed` is what `set_limits` returned, None if no length was asked for.
     """
     trained, limit = origin[TRAINED], sentence_limit(draft)
-    notes = [
-        f"{x['file']}: {x['key']} {x['after']} in place of {x['before']}; the rest is unchanged" for x in changed or ()
-    ]
+    changes = "{file}: {key} {after} in place of {before}; the rest is unchanged"
+    notes = [changes.format_map(limit) for limit in changed or ()]
     if limit is not None and positions is not None and limit["before"] < positions:
         notes.append(
             f"texts are truncated at {limit['before']} tokens ({limit['key']} in {limit['file']}), although the model "

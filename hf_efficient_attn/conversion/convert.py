@@ -10,11 +10,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, unknown_method, unknown_name
-from hf_efficient_attn.integration.inputs import PositionTable, position_offset
-from hf_efficient_attn.integration.learned import LearnedParameters
-from hf_efficient_attn.integration.models import configs_of, models_in, tables_of, transformers_models
+from hf_efficient_attn.integration import inputs, learned, models, switching
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, EfficientAttentionConfig, as_settings
-from hf_efficient_attn.integration.switching import switch
 from hf_efficient_attn.methods import MethodConfig, available_methods, make_config
 from hf_efficient_attn.sdpa import replacements_of
 
@@ -53,18 +50,18 @@ def convert(
             f"hea.replace_sdpa computes the attention of this model, so that it would not be exact with "
             f"{method_or_config!r}: end that first with hea.restore_sdpa(model)"
         )
-    roots = transformers_models(model)
+    roots = models.transformers_models(model)
 
     def change_configs() -> None:
         for root in roots:
             if settings is None:
                 root.set_attn_implementation(str(method_or_config))
-            for config in configs_of(root):
+            for config in models.configs_of(root):
                 if settings is not None:
                     config._attn_implementation_internal = settings.method
                 config.efficient_attention = settings
 
-    switch(roots, change_configs, holder=model)
+    switching.switch(roots, change_configs, holder=model)
     return model
 
 
@@ -122,12 +119,12 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             present one, an unknown `method`, models without a learned table over token positions, and models whose
             attention method has learned tables of the present length.
     """
-    roots = transformers_models(model)
+    roots = models.transformers_models(model)
     if method not in ("tile", "interpolate"):
         raise UnsupportedAttentionError(unknown_name("method of extend_positions", method, ["tile", "interpolate"]))
     check_positive("max_length", max_length)
     for module in model.modules():
-        if isinstance(module, LearnedParameters) and getattr(module.method, "max_length", None) == 0:
+        if isinstance(module, learned.LearnedParameters) and getattr(module.method, "max_length", None) == 0:
             name = module.method.method
             raise UnsupportedAttentionError(
                 f"the model has learned tables of {name} for {module.sizes['max_length']} tokens: convert it to "
@@ -142,7 +139,7 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             )
     for table, config in tables:
         module, embedding = table.module, table.embedding
-        offset, old_size = position_offset(embedding), embedding.num_embeddings
+        offset, old_size = inputs.position_offset(embedding), embedding.num_embeddings
         new_size = offset + max_length
         if new_size == old_size:
             continue
@@ -180,12 +177,12 @@ def num_positions(model: PreTrainedModel) -> int | None:
         return getattr(model.config, "max_position_embeddings", None)
 
 
-def position_tables(root: PreTrainedModel) -> list[tuple[PositionTable, PreTrainedConfig]]:
+def position_tables(root: PreTrainedModel) -> list[tuple[inputs.PositionTable, PreTrainedConfig]]:
     """Every learned table over token positions in a model, with the outermost config.
 
     A model without one is refused. The message says which positions it has instead.
     """
-    parts = tables_of(models_in(root)[::-1])  # of several, the outermost is last
+    parts = models.tables_of(models.models_in(root)[::-1])  # of several, the outermost is last
     if any(parts.values()):
         return [(table, part.config) for part, tables in parts.items() for table in tables]
     config = root.config

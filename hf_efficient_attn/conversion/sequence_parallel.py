@@ -18,9 +18,7 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import inputs, models
-from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.settings import method_of
+from hf_efficient_attn.integration import distance_bias, inputs, models, settings
 from hf_efficient_attn.integration.shards import PARALLEL, SHARDS, SequenceParallel
 from hf_efficient_attn.ops.shards import Shards, gather
 
@@ -80,7 +78,7 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
 def _reasons_against(model: PreTrainedModel) -> Iterator[str]:
     """Why the sequences of a model cannot be divided."""
     layers = str(getattr(model.config, "layer_types", None))
-    if any(method_of(part.config) is None for part in models.models_in(model)):
+    if any(settings.method_of(part.config) is None for part in models.models_in(model)):
         yield (
             "computes Transformers' own attention, which would see only the tokens of its process: convert it first, "
             "hf_efficient_attn.convert(model, method)"
@@ -97,7 +95,7 @@ def _reasons_against(model: PreTrainedModel) -> Iterator[str]:
     if "recurrent" in layers or "linear_attention" in layers:
         yield "has layers with a state along the sequence, which would begin again in each process"
     for found in models.attention_modules(model):
-        if found.location.window is not None or has_distance_bias(type(found.module)):
+        if found.location.window is not None or distance_bias.has_distance_bias(type(found.module)):
             what = "a bias of relative positions" if found.location.window is None else "a sliding window"
             yield f"has {what} in {found.location.name}, which is not divided over processes: use a model without"
     for path, module in model.named_modules():
@@ -168,8 +166,7 @@ def _agree_on_shards(model: PreTrainedModel, group: Any, given: Mapping[str, Any
         valid = mask.to(torch.bool)
     seed = int(torch.randint(2**31 - 1, (), device="cpu")) if model.training else -1
     mine = torch.tensor([problem, batch, length, not valid.all(), seed], device=device)
-    found = gather(mine, group).tolist()
-    codes, batches, lengths, is_padded, seeds = zip(*found, strict=True)
+    codes, batches, lengths, is_padded, seeds = zip(*gather(mine, group).tolist(), strict=True)
     for rank in (rank for rank, code in enumerate(codes) if code >= 0):
         what = list(problems)[codes[rank]]
         raise UnsupportedAttentionError(f"sequence_parallel: process {rank} gives the model {what}")

@@ -24,22 +24,12 @@ from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.errors import check_positive
-from hf_efficient_attn.evaluation import calibration, choices
-from hf_efficient_attn.evaluation.benchmark import TEXT_ROWS, own_settings
-from hf_efficient_attn.evaluation.capture import (
-    AttentionSummary,
-    Batch,
-    Call,
-    capture_attention,
-    forward,
-    summarize_attention,
-)
+from hf_efficient_attn.evaluation import benchmark, calibration, capture, choices, timing
 from hf_efficient_attn.evaluation.data import Files, ModelData, allow_length
 from hf_efficient_attn.evaluation.defaults import Candidate, make_candidates
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.evaluation.timing import check_memory, machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, changed_hyperparameters, method_of
 from hf_efficient_attn.methods import MethodConfig
 
 BUDGETS = (64, 128, 256, 512)
@@ -54,7 +44,7 @@ _MAX_LENGTH = 4096
 
 def analyze(
     model: nn.Module,
-    batch: Batch,
+    batch: capture.Batch,
     *,
     methods: "Sequence[MethodConfig] | None" = None,
     budgets: Sequence[int] | None = None,
@@ -94,7 +84,7 @@ def analyze(
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
     check_positive("max_error", max_error, is_count=False)
-    summary = summarize_attention(model, batch)
+    summary = capture.summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
     execution = execution or Execution()
     analysis = _Analysis(model, batch, summary, candidates, execution, max_error, per_layer, about or {})
@@ -110,8 +100,8 @@ class _Analysis:
     """The measurements of `analyze`, whose arguments it takes, and what follows from them."""
 
     model: nn.Module
-    batch: Batch
-    summary: AttentionSummary
+    batch: capture.Batch
+    summary: capture.AttentionSummary
     candidates: Sequence[Candidate]
     execution: Execution
     max_error: float
@@ -122,7 +112,6 @@ class _Analysis:
         self.about = {**self.about, "tokens": self.summary.max_kv_len}
         self._study = calibration.Study(self.candidates, self.summary)
         self._budgets = sorted({one.columns for one in self.candidates if one.columns is not None})
-        self._has_properties = self.summary.max_kv_len <= _MAX_LENGTH
         is_limited = self.execution.minutes is not None
         self._visits = _plan_visits(self.candidates, self._budgets, self.summary, is_limited=is_limited)
         # Of each module: the number of its calls, and of those visits of calls that are done.
@@ -135,20 +124,14 @@ class _Analysis:
     def run(self) -> None:
         """Measure everything, or what fits into the time."""
         self.execution.on_begin(self.about)
-        plan = [
-            Step(call.name, visit.cost(call, has_properties=self._has_properties), visit, stage)
-            for stage, visit in enumerate(self._visits)
-            for call in self.summary.calls
-        ]
-        with (
-            contextlib.closing(carry_out(plan, self.execution)) as steps,
-            contextlib.suppress(TimeoutError),
-        ):
+        stages = enumerate(self._visits)
+        plan = [Step(x.name, visit.cost(x), visit, stage) for stage, visit in stages for x in self.summary.calls]
+        with contextlib.closing(carry_out(plan, self.execution)) as steps, contextlib.suppress(TimeoutError):
             for _ in self._visits:
-                with capture_attention(self.model, functools.partial(self._visit, steps)):
-                    forward(self.model, self.batch)
+                with capture.capture_attention(self.model, functools.partial(self._visit, steps)):
+                    capture.forward(self.model, self.batch)
 
-    def _visit(self, steps: Iterator[Step], call: Call) -> None:
+    def _visit(self, steps: Iterator[Step], call: capture.Call) -> None:
         """Measure in a call what the next step asks for."""
         step = next(steps, None)
         if step is None and self._done:
@@ -158,14 +141,14 @@ class _Analysis:
         rows, values = call.rows(some.rows), self._values[call.name]
         for candidate, errors in self._study.add(rows, some.candidates, some.rows.start).items():
             values[candidate] += [errors[b] for b in rows.sequences]
-        if some.properties and self._has_properties:
+        if some.properties:
             for name, heads in _matrix_properties(call.row(0)).items():
                 values[name].append(heads)
         self._done[call.name] += 1
         if self._done[call.name] == len(self._visits) * self._calls[call.name]:
             self._add_entry(call)
 
-    def _add_entry(self, call: Call) -> None:
+    def _add_entry(self, call: capture.Call) -> None:
         """Make the entry of a module in "layers": the means of its numbers over sequences."""
         means: dict[Any, Any] = {key: torch.stack(x).mean(0).tolist() for key, x in self._values[call.name].items()}
         errors: dict[str, dict[str, Any]] = {}
@@ -180,17 +163,16 @@ class _Analysis:
 
     def result(self, *, is_over: bool = False) -> dict[str, Any] | None:
         """The result of `analyze`; None if no layer was measured. With `is_over` nothing more is measured for it."""
-        calls, done = self._calls, self._done
+        visited = {name: self._done[name] // count for name, count in self._calls.items()}
         for call in self.summary.calls:  # those that were measured in part, too
-            if calls[call.name] <= done[call.name] and call.name not in self._entries:
+            if visited[call.name] and call.name not in self._entries:
                 self._add_entry(call)
         if not self._entries:
             return None
         names = {call.name: call.name if call.layer is None else call.layer for call in self.summary.calls}
-        missing = list(dict.fromkeys(label for name, label in names.items() if done[name] < calls[name]))
-        needed = {name: len(self._visits) * calls[name] for name in names}
-        partial = [label for name, label in names.items() if calls[name] <= done[name] < needed[name]]
-        partial = [label for label in dict.fromkeys(partial) if label not in missing]
+        missing = list(dict.fromkeys(label for name, label in names.items() if not visited[name]))
+        unfinished = dict.fromkeys(label for name, label in names.items() if visited[name] < len(self._visits))
+        partial = [label for label in unfinished if label not in missing]
         chosen = self._choose(missing, is_over=is_over)
         tokens = self._study.tokens
         settings = calibration.make_settings(chosen, max(tokens[layer] for layer in chosen)) if chosen else None
@@ -253,32 +235,33 @@ class _Visit(NamedTuple):
     rows: slice
     properties: bool
 
-    def cost(self, call: Call, *, has_properties: bool) -> float:
+    def cost(self, call: capture.Call) -> float:
         """The estimated cost in a call, in keys for each query and head."""
         (_, num_heads, q_len, _), num_keys = call.query.shape, call.key.shape[2]
         columns = sum(one.columns or one.config.to_measure().exact_length for one in self.candidates)
         rows = len(range(len(call.query))[self.rows])
         each = rows * (columns + _OVERHEAD * len(self.candidates) + num_keys)
-        return num_heads * q_len * (each + _MATRIX * num_keys * (self.properties and has_properties))
+        return num_heads * q_len * (each + _MATRIX * num_keys * self.properties)
 
 
 def _plan_visits(
-    candidates: Sequence[Candidate], budgets: Sequence[int], summary: AttentionSummary, *, is_limited: bool
+    candidates: Sequence[Candidate], budgets: Sequence[int], summary: capture.AttentionSummary, *, is_limited: bool
 ) -> list[_Visit]:
     """What the forward passes measure. Within a limit of time all layers come first, and then all that is left."""
+    properties = summary.max_kv_len <= _MAX_LENGTH
     if not is_limited:
-        return [_Visit(candidates, slice(0, None), properties=True)]
+        return [_Visit(candidates, slice(0, None), properties)]
     middle, first = budgets[len(budgets) // 2], dict[str, Candidate]()
     for one in sorted(candidates, key=lambda one: math.inf if one.columns is None else abs(one.columns - middle)):
         first.setdefault(one.label, one)
     rest = [one for one in candidates if one not in first.values()]
-    visits = [_Visit([*first.values()], slice(0, 1), properties=False), _Visit(rest, slice(0, 1), properties=True)]
+    visits = [_Visit([*first.values()], slice(0, 1), properties=False), _Visit(rest, slice(0, 1), properties)]
     if len(summary.calls[0].query) > 1:
         visits.append(_Visit(candidates, slice(1, None), properties=False))
     return visits
 
 
-def _matrix_properties(call: Call) -> dict[str, Tensor]:
+def _matrix_properties(call: capture.Call) -> dict[str, Tensor]:
     """Stable rank and tail-to-head ratio of the call of one sequence without its padding: float64 (H,) each."""
     query, key = call.query, call.key
     is_square = query.shape[2] == key.shape[2]
@@ -300,7 +283,7 @@ def analyze_checkpoint(
     data: Files,
     *,
     length: int | None = None,
-    rows: int = TEXT_ROWS,
+    rows: int = benchmark.TEXT_ROWS,
     device: torch.device | None = None,
     allow_pickle: bool = False,
     **options: Any,
@@ -319,7 +302,7 @@ def analyze_checkpoint(
     """
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
-    if own_settings(model) is not None:
+    if method_of(model.config) is not None:
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
     inputs = ModelData(model, checked.folder, data, longest=wanted, rows=rows, shorter=length is None)
@@ -330,7 +313,7 @@ def analyze_checkpoint(
     inputs.check_length(wanted)
     positions = num_positions(model)
     model.to(device or model.device)
-    check_memory(model, inputs.tokens_for(wanted), inputs.rows)
+    timing.check_memory(model, inputs.tokens_for(wanted), inputs.rows)
     notes = [None if inputs.is_image else allow_length(model, wanted)]
     is_extended = not inputs.is_image and positions is not None and num_positions(model) != positions
     batch = inputs.inputs(wanted, 0, inputs.rows)
@@ -349,8 +332,8 @@ def analyze_checkpoint(
         "pixels": batch.pixels,
         "max_length": wanted if is_extended else None,
         "notes": [note for note in notes if note],
-        "machine": machine(model),
+        "machine": timing.machine(model),
     }
-    with memory_errors("give a smaller --length or fewer --rows"), use_device(model.device):
+    with timing.memory_errors("give a smaller --length or fewer --rows"), timing.use_device(model.device):
         # The head of a language model would compute a large matrix that is not needed.
         return analyze(model.base_model, batch.values, about=about, **options)

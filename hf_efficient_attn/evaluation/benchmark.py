@@ -9,30 +9,26 @@ also compared with what needs no long attention: the mean of the embeddings of p
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
-from hf_efficient_attn.evaluation import timing
-from hf_efficient_attn.evaluation.capture import takes_pictures
+from hf_efficient_attn.evaluation import capture, defaults, timing
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
-from hf_efficient_attn.evaluation.defaults import default_configs, method_label
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
-from hf_efficient_attn.integration.distance_bias import has_distance_bias
+from hf_efficient_attn.integration import distance_bias, models, refusals, switching
 from hf_efficient_attn.integration.layers import ranges
-from hf_efficient_attn.integration.models import attention_modules
-from hf_efficient_attn.integration.refusals import check_methods
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, method_of, settings_of
-from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig
 
 FORMAT = 1
@@ -104,8 +100,9 @@ def benchmark_checkpoint(
     with timing.memory_errors("give shorter lengths or a smaller batch"):
         checked = open_checkpoint(source, allow_pickle=allow_pickle)
         model = load_model(checked).eval()
-        task, own = task_of(model), own_settings(model)
-        is_pair, is_image = is_encoder_decoder(model), takes_pictures(model)
+        task, name = task_of(model), method_of(model.config)
+        own = None if name is None else settings_of(model.config, name)
+        is_pair, is_image = is_encoder_decoder(model), capture.takes_pictures(model)
         settings = _settings(methods, own, model)
         # The model's own number, before its positions are extended.
         native = num_positions(model)
@@ -128,6 +125,7 @@ def benchmark_checkpoint(
         stages = [step._replace(stage=1) for step in plan]
         if execution.minutes is not None:
             stages = [*_make_plan(model, inputs, procedure.first(), chosen, list(settings), chunk), *stages]
+        rows: _Rows = {}
         variants = make_variants(model, settings, own if methods is None else None, max(chosen), chunk)
         facts = {
             "format": FORMAT,
@@ -139,10 +137,10 @@ def benchmark_checkpoint(
             "labels": list(settings),
             "chunk": chunk,
         }
-        measurements = _Measurements(facts, plan, inputs, [note for note in notes if note])
-        execution.on_begin(measurements.result())
+        result = functools.partial(_result, facts, plan, inputs, notes, rows)
+        execution.on_begin(result())
         with (
-            partial_result(lambda: measurements.result() if measurements.rows else None),
+            partial_result(lambda: result() if rows else None),
             timing.use_device(model.device),
             contextlib.closing(carry_out(stages, execution)) as steps,
         ):
@@ -151,46 +149,37 @@ def benchmark_checkpoint(
                 if label == EXACT:
                     how = procedure if step.stage else procedure.first()
                     comparison = LengthComparison(variants, inputs, length, how)
-                row = comparison.measure(label)
-                measurements.add(step, row)
-                execution.on_row(row)
-    return measurements.result()
+                rows[step.key] = comparison.measure(label)
+                execution.on_row(rows[step.key])
+    return result()
 
 
-class _Measurements:
-    """The rows that were measured of a plan, and the result of `benchmark_checkpoint` with them.
+# The rows of "measurements" by the keys of their steps. A later measurement takes the place of the first one.
+_Rows: TypeAlias = dict[tuple[int, str], dict[str, Any]]
+
+
+def _result(
+    facts: Mapping[str, Any], plan: Sequence[Step], data: ModelData, notes: Sequence[str | None], rows: _Rows
+) -> dict[str, Any]:
+    """The result of `benchmark_checkpoint` with the rows that were measured of a plan so far.
 
     `facts` are the entries of the result that do not depend on them, and `notes` its first notes.
     """
-
-    def __init__(self, facts: Mapping[str, Any], plan: Sequence[Step], data: ModelData, notes: Sequence[str]) -> None:
-        self._facts, self._plan, self._data, self._notes = facts, plan, data, notes
-        self.rows: list[dict[str, Any]] = []
-        self._row_of: dict[tuple[int, str], int] = {}  # the key of a step -> the index of its row
-
-    def add(self, step: Step, row: dict[str, Any]) -> None:
-        """Add the row of a step, in place of one that was measured for its key before."""
-        index = self._row_of.setdefault(step.key, len(self.rows))
-        self.rows[index : index + 1] = [row]
-
-    def result(self) -> dict[str, Any]:
-        """The result so far."""
-        left_out = [step.name for step in self._plan if step.key not in self._row_of]
-        measured = [step for step in self._plan if step.key in self._row_of]
-        only_first = [step.name for step in measured if self.rows[self._row_of[step.key]]["is_first"]]
-        missing = "Not complete." if left_out or only_first else ""
-        missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
-        missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
-        notes = [*self._notes, *_notes_on(self.rows, self._data, self._facts["chunk"]), missing]
-        return {
-            **self._facts,
-            "measurements": self.rows,
-            "complete": not missing,
-            "left_out": left_out,
-            "only_first": only_first,
-            "notes": [note for note in notes if note],
-            **conclude(self.rows, self._facts["labels"]),
-        }
+    left_out = [step.name for step in plan if step.key not in rows]
+    only_first = [step.name for step in plan if step.key in rows and rows[step.key]["is_first"]]
+    missing = "Not complete." if left_out or only_first else ""
+    missing += f" Not measured: {', '.join(left_out)}." if left_out else ""
+    missing += f" Measured once only: {', '.join(only_first)}." if only_first else ""
+    measured = [*rows.values()]
+    return {
+        **facts,
+        "measurements": measured,
+        "complete": not missing,
+        "left_out": left_out,
+        "only_first": only_first,
+        "notes": [note for note in (*notes, *_notes_on(measured, data, facts["chunk"]), missing) if note],
+        **conclude(measured, facts["labels"]),
+    }
 
 
 def _default_lengths(data: ModelData, native: int | None) -> list[int]:
@@ -204,23 +193,18 @@ def _default_lengths(data: ModelData, native: int | None) -> list[int]:
 
 
 def _make_plan(
-    model: PreTrainedModel,
-    data: ModelData,
-    procedure: Procedure,
-    lengths: Sequence[int],
-    labels: Sequence[str],
-    chunk: int | None,
+    model: PreTrainedModel, data: ModelData, how: Procedure, lengths: list[int], labels: list[str], chunk: int | None
 ) -> list[Step]:
     """For each length exact attention, then each method, which is timed between two passes of exact attention.
 
     The key of a step is (length, label). The cost of a pass is the number of multiplications: for each token, one with
     every weight, and two with every hidden dimension of every layer for each key that it attends to.
     """
-    per_key = 2 * sum(1 for _ in attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
+    per_key = 2 * sum(1 for _ in models.attention_modules(model)) * (getattr(model.config, "hidden_size", None) or 0)
     modules = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     per_token = sum(x.numel() for module in modules for x in module.parameters(recurse=False))
-    batches = math.ceil(data.rows / procedure.batch) if data.is_real and not procedure.is_first else 0
-    passes, steps = max(procedure.rounds, batches), []
+    batches = math.ceil(data.rows / how.batch) if data.is_real and not how.is_first else 0
+    passes, steps = max(how.rounds, batches), []
     for length in lengths:
         exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
         costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}
@@ -316,12 +300,6 @@ def _recommend(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     return {"recommended": best["attention"], "recommendation": f"{where}{best['attention']}, {about}, {reason}."}
 
 
-def own_settings(model: PreTrainedModel) -> EfficientAttentionConfig | None:
-    """The method of a converted checkpoint; None for one that is not converted."""
-    name = method_of(model.config)
-    return None if name is None else settings_of(model.config, name)
-
-
 def _settings(
     methods: "Mapping[str, MethodConfig | EfficientAttentionConfig] | None",
     own: EfficientAttentionConfig | None,
@@ -331,18 +309,18 @@ def _settings(
     if methods is None and own is not None:
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
-    adopt(model)
-    modules, is_pair = [module for module, *_ in attention_modules(model)], is_encoder_decoder(model)
-    kinds = map(type, modules)
+    switching.adopt(model)
+    modules, is_pair = [module for module, *_ in models.attention_modules(model)], is_encoder_decoder(model)
     # In an encoder-decoder the conversion checks each layer.
     is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
-        facts = {"takes_pictures": takes_pictures(model), "has_distance_bias": any(map(has_distance_bias, kinds))}
-        configs = default_configs("compare", is_causal=is_causal, **facts)
-        methods = {method_label(config): config for config in configs}
+        has_bias = any(distance_bias.has_distance_bias(type(module)) for module in modules)
+        facts = {"takes_pictures": capture.takes_pictures(model), "has_distance_bias": has_bias}
+        configs = defaults.default_configs("compare", is_causal=is_causal, **facts)
+        methods = {defaults.method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
     entries = [entry.config for one in settings.values() for entry in one.entries]
-    check_methods(entries, is_causal, model=f"the {type(model).__name__}")
+    refusals.check_methods(entries, is_causal, model=f"the {type(model).__name__}")
     for label, one in settings.items():
         if is_pair and len(one.entries) == 1 and one.layers is None:
             settings[label] = EfficientAttentionConfig(one.entries[0].config, None, ["encoder"])

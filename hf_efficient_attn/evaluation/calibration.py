@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
-from hf_efficient_attn.evaluation import choices, timing
-from hf_efficient_attn.evaluation.capture import (
-    AttentionSummary,
-    Batch,
-    Call,
-    capture_attention,
-    exact_attention_of,
-    forward,
-    summarize_attention,
-)
+from hf_efficient_attn.evaluation import capture, choices, timing
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
@@ -41,7 +32,7 @@ HOW_TO_SAVE = (
 
 def calibrate(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[capture.Batch],
     *,
     max_error: float,
     methods: "Sequence[str | MethodConfig] | None" = None,
@@ -112,12 +103,12 @@ def calibrate(
     if not (batches := list(batches)):
         raise UnsupportedAttentionError("there are no batches, so that nothing can be measured: give at least one")
     longest_batch = max(batches, key=_size)
-    summary = summarize_attention(model, longest_batch)
+    summary = capture.summarize_attention(model, longest_batch)
     candidates = make_candidates(methods, budgets, summary, seed, each_layer=True)
     study = Study(candidates, summary)
-    with capture_attention(model, study.add):
+    with capture.capture_attention(model, study.add):
         for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None, leave=False):
-            forward(model, batch)
+            capture.forward(model, batch)
             study.end_batch(max_error)
     table, tokens = study.table, study.tokens
     # The length is known without its padding only now. What computes all sequences exactly says nothing about others.
@@ -160,14 +151,11 @@ def make_settings(chosen: Mapping[Layer, choices.Choice], calibrated_length: int
     layers: dict[MethodConfig, list[Layer]] = {}
     for layer, choice in chosen.items():
         layers.setdefault(choice.config, []).append(layer)
-    if len(layers) == 1:
-        config, named = next(iter(layers.items()))
-        return EfficientAttentionConfig(config, None, named, calibrated_length)
     mix = [{"layers": named, **config.to_dict()} for config, named in layers.items()]
     return EfficientAttentionConfig(layers=mix, calibrated_length=calibrated_length)
 
 
-def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> timing.Timing:
+def measure_speed(model: nn.Module, batch: capture.Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
     It is the longest of the batch. Projections and other parts of the model are not included. Layers that stay exact
@@ -175,32 +163,32 @@ def measure_speed(model: nn.Module, batch: Batch, settings: EfficientAttentionCo
     """
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
-    def visit(call: Call) -> None:
+    def visit(call: capture.Call) -> None:
         one = call.longest()
         works = [choices.work_of(one, settings.for_layer(call.location.layer, call.name)), one.compute_exact]
         seconds.append(choices.times_of(works))
 
-    with capture_attention(model, visit):
-        forward(model, batch)
+    with capture.capture_attention(model, visit):
+        capture.forward(model, batch)
     own, exact = torch.tensor(seconds, dtype=torch.float64).sum(0).T.tolist()
     return timing.summary(list(zip(own, exact, strict=True)))
 
 
-def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAttentionConfig) -> float | None:
+def measure_output_error(model: nn.Module, batch: capture.Batch, settings: EfficientAttentionConfig) -> float | None:
     """|S - E| / |E| of the last hidden states, or of the logits, in the Frobenius norm. None if there are none.
 
     Tokens that the batch masks do not count. Unlike the errors of layers, this contains what later layers make of the
     errors of earlier ones.
     """
 
-    def compute(call: Call) -> Tensor:
+    def compute(call: capture.Call) -> Tensor:
         config = call.chosen(settings.for_layer(call.location.layer, call.name))
-        return exact_attention_of(call) if config is None else call.compute(config)
+        return capture.exact_attention_of(call) if config is None else call.compute(config)
 
     states = []
-    for attention in (exact_attention_of, compute):
-        with capture_attention(model, lambda call: None, attention):
-            output = forward(model, batch)
+    for attention in (capture.exact_attention_of, compute):
+        with capture.capture_attention(model, lambda call: None, attention):
+            output = capture.forward(model, batch)
         found = getattr(output, "last_hidden_state", getattr(output, "logits", None))
         if not isinstance(found, Tensor):
             return None
@@ -208,11 +196,10 @@ def measure_output_error(model: nn.Module, batch: Batch, settings: EfficientAtte
         if mask is not None and mask.shape == found.shape[:2]:
             found = found[mask.to(found.device).bool()]
         states.append(widened(found))
-    error: float = ((states[1] - states[0]).norm() / states[0].norm()).item()
-    return error
+    return float((states[1] - states[0]).norm() / states[0].norm())
 
 
-def _size(batch: Batch) -> int:
+def _size(batch: capture.Batch) -> int:
     """The largest number of numbers per sequence in a tensor of a batch; 0 for what `forward` refuses."""
     values = batch.values() if isinstance(batch, Mapping) else [batch]
     return max((math.prod(x.shape[1:]) for x in values if isinstance(x, Tensor) and x.ndim), default=0)
@@ -225,7 +212,7 @@ class Study:
     the time of a sequence and call, and `tokens` the tokens of the longest sequence in each layer.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], summary: AttentionSummary) -> None:
+    def __init__(self, candidates: Sequence[Candidate], summary: capture.AttentionSummary) -> None:
         self.table: choices.ErrorTable = {}
         self._taken: choices.Seconds = defaultdict(float)
         self._sequences = Counter[tuple[Layer, Candidate | None]]()
@@ -248,7 +235,9 @@ class Study:
         """What to assume of the spread between sequences, as `accept` takes it."""
         return choices.assumed_spread(self._fewest, is_text=self._is_text)
 
-    def add(self, call: Call, some: Sequence[Candidate] | None = None, first: int = 0) -> dict[Candidate, Tensor]:
+    def add(
+        self, call: capture.Call, some: Sequence[Candidate] | None = None, first: int = 0
+    ) -> dict[Candidate, Tensor]:
         """Measure the methods in a call: candidate -> errors (B, H).
 
         `some` are the candidates to measure; None for all. `first` is the index in the batch of the first sequence.

@@ -13,28 +13,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import models, settings, switching
 from hf_efficient_attn.integration.attention import head_slice_of, read_call
 from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.inputs import padding_mask
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order
-from hf_efficient_attn.integration.models import (
-    Snapshot,
-    attention_modules,
-    configs_of,
-    knows_causality,
-    transformers_models,
-    uses_interface,
-)
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
-from hf_efficient_attn.integration.settings import layer_seed
-from hf_efficient_attn.integration.switching import adopt
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
 
@@ -95,10 +84,7 @@ class Call(NamedTuple):
         return self.row(0 if self.key_mask is None else int(self.key_mask.sum(1).argmax()))
 
     def errors(
-        self,
-        config: MethodConfig,
-        parameters: Mapping[str, Tensor] | None = None,
-        output: Tensor | None = None,
+        self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None, output: Tensor | None = None
     ) -> Tensor:
         """Relative operator norm of a method's error, with the draws of a converted model: float64 (B, H).
 
@@ -129,7 +115,7 @@ class Call(NamedTuple):
             parameters = parameters_of_slice(config, parameters, heads, self.query.shape[1])
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
-            scale=self.scale, seed=layer_seed(self.location.layer), parameters=parameters, heads=heads,
+            scale=self.scale, seed=settings.layer_seed(self.location.layer), parameters=parameters, heads=heads,
             distance_bias=self.distance_bias,
         )  # fmt: skip
 
@@ -160,27 +146,21 @@ class _Capture:
 
     def add(self, root: PreTrainedModel) -> None:
         """Make a model call this function, which knows its attention modules then."""
-        adopt(root)
-        for module, location, config, owner in attention_modules(root):
+        switching.adopt(root)
+        for module, location, config, owner in models.attention_modules(root):
             self.known[module] = location, config
             attach_hook(module)
-            if uses_interface(type(module)) and not knows_causality(module, owner):
+            if models.uses_interface(type(module)) and not models.knows_causality(module, owner):
                 raise UnsupportedAttentionError(
                     f"{type(owner).__name__} does not support attn_implementation='sdpa', so that it is unknown "
                     "which of its layers are causal. No method supports such a model"
                 )
         # `set_attn_implementation` would delete learned parameters.
-        for config in configs_of(root):
+        for config in models.configs_of(root):
             config._attn_implementation_internal = _NAME
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         """Compute and visit a call; the arguments are those of an attention function of Transformers."""
         if module not in self.known:
@@ -228,8 +208,8 @@ def capture_attention(
     A model whose attention does not use Transformers' attention interface is refused; in the forward pass, masks other
     than padding, and arguments that a method ignores.
     """
-    roots = transformers_models(model)
-    before = Snapshot([model])
+    roots = models.transformers_models(model)
+    before = models.Snapshot([model])
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     capture = _Capture(visit, compute, windows)
     # Without a registered mask function Transformers drops the padding mask.
@@ -248,7 +228,7 @@ def capture_attention(
 
 def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
     """Run the model on one batch, a mapping of its arguments or a tensor of its main input, with other arguments."""
-    root = transformers_models(model)[0]
+    root = models.transformers_models(model)[0]
     batch = {root.main_input_name: batch} if isinstance(batch, Tensor) else batch
     if not isinstance(batch, Mapping) or not batch:
         raise UnsupportedAttentionError(
@@ -297,7 +277,7 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         is_rectangular=any(getattr(module, "is_rectangular", False) for module in model.modules()),
         max_kv_len=max(call.key.shape[2] for call in calls),
         calls=tuple(calls),
-        takes_pictures=takes_pictures(transformers_models(model)[0]),
+        takes_pictures=takes_pictures(models.transformers_models(model)[0]),
         causal_layers=frozenset(call.layer for call in calls if call.is_causal and call.layer is not None),
         has_distance_bias=any(call.distance_bias is not None for call in calls),
     )

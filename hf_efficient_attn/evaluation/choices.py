@@ -89,9 +89,7 @@ def choose_each(
     def taken(layer: Layer, one: Choice | None) -> float:
         return seconds[layer, one and one.candidate]
 
-    near: dict[Layer, list[Choice | None]] = {}
-    for layer, some in accepted.items():
-        near[layer] = _close([*some, None], [taken(layer, one) for one in (*some, None)])
+    near = {layer: _close([*some, None], functools.partial(taken, layer)) for layer, some in accepted.items()}
     open_ones = {layer: [one and one.candidate for one in some] for layer, some in near.items() if len(some) > 1}
     if measure is not None and open_ones:
         seconds = seconds | measure(open_ones)
@@ -112,17 +110,17 @@ def choose_one(
     def total(candidate: Candidate) -> float:
         return sum(seconds[layer, candidate if layer in choices[candidate] else None] for layer in accepted)
 
-    near = _close([*choices], [*map(total, choices)])
+    near = _close([*choices], total)
     if measure is not None and len(near) > 1:
         open_ones = {layer: [None, *(one for one in near if layer in choices[one])] for layer in accepted}
         seconds = seconds | measure(open_ones)
     return choices[min(near, key=total)] if near else {}
 
 
-def _close(some: Sequence[T], seconds: Sequence[float]) -> list[T]:
+def _close(some: Sequence[T], seconds: Callable[[T], float]) -> list[T]:
     """Those that take about as long as the fastest."""
-    limit = _CLOSE * min(seconds, default=0.0)
-    return [one for one, taken in zip(some, seconds, strict=True) if taken <= limit]
+    limit = _CLOSE * min(map(seconds, some), default=0.0)
+    return [one for one in some if seconds(one) <= limit]
 
 
 def times_of(works: Sequence[timing.Work]) -> list[list[float]]:

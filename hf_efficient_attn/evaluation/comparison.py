@@ -96,7 +96,6 @@ class Procedure(NamedTuple):
     dtype: "torch.dtype | None" = None  # of the model; None for the dtype of the checkpoint
     new_tokens: int = 8  # that a causal language model generates at the end of each length; below 2 none
     errors: bool = True  # whether to measure the errors of layers
-
     is_first: bool = False  # whether it is a first measurement, on one batch
 
     def first(self) -> "Procedure":
@@ -180,8 +179,7 @@ class LengthComparison:
         # A first call fills memory and caches. It counts only if it is long, so that this makes no difference.
         is_timed = first > timing.LONG_SECONDS and peak is None and model.device.type == "cpu"
         # Long passes of exact attention are timed again after those of each method, and what chunks gain is clear.
-        is_once = first > timing.LONG_SECONDS and (label == EXACT or chunk is not None)
-        rounds = 1 if is_once else procedure.rounds
+        rounds = 1 if first > timing.LONG_SECONDS and (label == EXACT or chunk is not None) else procedure.rounds
         seconds: list[float] = []
         answers: list[Answer] = []
         for index in range(max(rounds, self._batches)):
@@ -224,14 +222,12 @@ class LengthComparison:
         prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
         return timing.time_generation(self._variants[label].model, prompts, new_tokens, self._procedure.rounds)
 
-    def _is_exact(
-        self, settings: EfficientAttentionConfig | None, tokens: int, answers: Sequence[Answer | None]
-    ) -> bool:
+    def _is_exact(self, settings: EfficientAttentionConfig | None, tokens: int, answers: Sequence[Answer]) -> bool:
         """Whether a variant has computed exact attention: it was timed twice, and a ratio would only be noise."""
         if settings is None or any(entry.config.exact_length < tokens for entry in settings.entries):
             return False
         pairs = zip(answers, self._references, strict=True)
-        states = [(one.states, exact.states) for one, exact in pairs if one is not None and exact.states is not None]
+        states = [(one.states, exact.states) for one, exact in pairs if exact.states is not None]
         return bool(states) and all(one is not None and torch.equal(one, exact) for one, exact in states)
 
     def _pass(self, label: str, index: int) -> tuple[Callable[[], None], Inputs]:
@@ -255,10 +251,8 @@ class LengthComparison:
         errors: dict[str, dict[Layer | None, list[float]]] = {label: {} for label in variants}
 
         def visit(call: Call) -> None:
-            configs = {
-                label: None if one.settings is None else one.settings.for_layer(call.location.layer, call.name)
-                for label, one in variants.items()
-            }
+            at = call.location.layer, call.name
+            configs = {label: one.settings.for_layer(*at) if one.settings else None for label, one in variants.items()}
             if self._data.is_pair and not any(configs.values()):
                 return
             for label, config in configs.items():
@@ -272,9 +266,7 @@ class LengthComparison:
         for index in range(min(1 if self._procedure.is_first else ERROR_INPUTS, self._data.rows)):
             with capture_attention(exact, visit):
                 forward(exact, self._data.inputs(self._length, index, 1).values)
-        return {
-            label: [statistics.fmean(layers[layer]) for layer in in_order(layers)] for label, layers in errors.items()
-        }
+        return {label: [statistics.fmean(of[layer]) for layer in in_order(of)] for label, of in errors.items()}
 
 
 def _mean(*values: Tensor, is_log: bool = False) -> float | None:
@@ -304,19 +296,15 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))
 
-    hook = model.base_model.register_forward_hook(keep)
-    try:
+    with model.base_model.register_forward_hook(keep):
         output = forward(model.base_model if task == "embedding" else model, inputs.values)
-    finally:
-        hook.remove()
     return output, states[-1]
 
 
 def answer_of(task: str, inputs: Inputs, output: Any, states: Tensor | None) -> Answer | None:
     """What is kept of what `run_model` returns; None for a masked language model without a mask token."""
     if task == "embedding":
-        hidden_states: Tensor = output.last_hidden_state
-        return Answer(normalize(hidden_states.float().mean(1), dim=1), None, states)
+        return Answer(normalize(output.last_hidden_state.float().mean(1), dim=1), None, states)
     logits: Tensor = output.logits
     if task == "masked-lm":
         if inputs.masked is None or inputs.targets is None:

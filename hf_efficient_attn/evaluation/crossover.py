@@ -83,9 +83,8 @@ def measure_ratio(
         return timer.blocked_autorange(min_run_time=_MIN_SECONDS).median
 
     generator = torch.Generator().manual_seed(0)
-    tensors = torch.randn(3, 1, num_heads, length, _HEAD_DIM, generator=generator, dtype=torch.float32).to(
-        device, dtype
-    )
+    tensors = torch.randn(3, 1, num_heads, length, _HEAD_DIM, generator=generator, dtype=torch.float32)
+    tensors = tensors.to(device, dtype)
     query, key, value = tensors[:, :, :, :_QUADRATIC]
     method = seconds(lambda: attention(config, *tensors, is_causal=is_causal))
     exact = seconds(lambda: scaled_dot_product_attention(query, key, value, is_causal=is_causal))

@@ -9,7 +9,7 @@ import math
 import pathlib
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -155,8 +155,7 @@ class ModelData:
         texts = read_texts(files, self.longest, self.rows)
         if not files:
             # The longest topics first, so that an input contains few of them.
-            topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
-            texts = ["\n\n".join(topics)]
+            texts = ["\n\n".join(sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text)))]
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -245,8 +244,7 @@ class ModelData:
         if self.task == "masked-lm" and self.mask_token is not None:
             position = torch.arange(length) - len(before)
             is_text = (position >= 0) & (position < size)
-            offset = min(_MASK_INTERVAL // 2, size - 1)
-            masked = (is_text & (position % _MASK_INTERVAL == offset)).expand_as(ids)
+            masked = (is_text & (position % _MASK_INTERVAL == min(_MASK_INTERVAL // 2, size - 1))).expand_as(ids)
             targets, ids = ids[masked], ids.masked_fill(masked, self.mask_token)
         values = {"input_ids": ids}
         if self.is_pair:  # the decoder gets the beginning of the encoder's text
@@ -304,12 +302,7 @@ def tokens_of(texts: Sequence[str], encode: Callable[[str], Sequence[int]], leng
         limit = min(size, -(-left // (len(texts) - number)))
         left -= limit
     encoded = [encode(text[:limit]) for text in texts]
-    counts = [len(tokens) // length for tokens in encoded]
-    whole = (
-        tokens[index * length : (index + 1) * length]
-        for index in range(max(counts))
-        for tokens, count in zip(encoded, counts, strict=True)
-        if index < count
-    )
-    ends = (tokens[count * length :] for tokens, count in zip(encoded, counts, strict=True))
-    return torch.tensor([*chain.from_iterable(whole), *chain.from_iterable(ends)], dtype=torch.int64)
+    whole = [[tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)] for tokens in encoded]
+    inputs = chain.from_iterable(zip_longest(*whole, fillvalue=()))
+    ends = (tokens[len(tokens) // length * length :] for tokens in encoded)
+    return torch.tensor([*chain.from_iterable(inputs), *chain.from_iterable(ends)], dtype=torch.int64)

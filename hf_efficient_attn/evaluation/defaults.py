@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple, NoReturn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.evaluation.capture import AttentionSummary
-from hf_efficient_attn.integration.refusals import check_methods
-from hf_efficient_attn.integration.settings import changed_hyperparameters
+from hf_efficient_attn.integration import refusals, settings
 from hf_efficient_attn.methods import MethodConfig, available_methods, learns, make_config, method_info
 
 _BUDGETS = (32, 64, 128, 256, 512, 1024)
@@ -29,12 +28,9 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
 
     `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
-    kinds = {name: method_info(name).config_class for name in available_methods()}
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind.default_rank is not None and (purpose is None or purpose in kind.default_for)
-    ]
+    infos = map(method_info, available_methods())
+    ranked = [info for info in infos if info.config_class.default_rank is not None]
+    return [info.name for info in ranked if purpose is None or purpose in info.config_class.default_for]
 
 
 def default_configs(
@@ -67,7 +63,7 @@ def default_configs(
 
 def method_label(config: MethodConfig) -> str:
     """The name of the method, with the hyperparameters that differ from their defaults."""
-    values = changed_hyperparameters(config)
+    values = settings.changed_hyperparameters(config)
     return config.method + (f" ({', '.join(f'{key}={value}' for key, value in values.items())})" if values else "")
 
 
@@ -93,7 +89,7 @@ def make_candidates(
         configs = configs_of(methods)
         if not configs:
             raise UnsupportedAttentionError("methods is empty: leave it out for the default methods")
-    check_methods(configs, is_causal, summary.is_rectangular)
+    refusals.check_methods(configs, is_causal, summary.is_rectangular)
     for config in filter(learns, configs):
         raise UnsupportedAttentionError(
             f"{config.method} has learned parameters, and its error before training says nothing about its error after "

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_attention_of, forward
-from hf_efficient_attn.integration.attention import required_tensors
+from hf_efficient_attn.integration import attention, models, settings
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.integration.models import attention_modules, transformers_models
-from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
@@ -87,7 +85,7 @@ class ModelError:
 
     def mean(self) -> float:
         """The mean error of the layers that are not exact; 0 if all are."""
-        errors = [one.mean for one in self.layers if one.method != EXACT]
+        errors = [one.mean for one in self.layers if one.method != settings.EXACT]
         return statistics.fmean(errors) if errors else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,9 +98,8 @@ class ModelError:
             name = one.name if one.layer is None else str(one.layer)
             worst = f"{one.bound.max().item():.3f} ({one.worst_head})"
             lines.append((name, one.method, f"{one.tokens}", f"{one.mean:.3f}", f"{one.mean_bound:.3f}", worst))
-        formats = [
-            f"{{:{sign}{max(map(len, cells))}}}" for sign, cells in zip("<<>>>>", zip(*lines, strict=True), strict=True)
-        ]
+        columns = zip("<<>>>>", zip(*lines, strict=True), strict=True)
+        formats = [f"{{:{sign}{max(map(len, cells))}}}" for sign, cells in columns]
         return "\n".join("  ".join(formats).format(*line).rstrip() for line in lines)
 
 
@@ -140,8 +137,8 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
         >>> error.max()  # of the worst head
     """
     check_positive("num_rows", 1 if num_rows is None else num_rows)
-    roots = transformers_models(model)
-    methods = {one.module: one.chosen for root in roots for one in attention_modules(root)}
+    roots = models.transformers_models(model)
+    methods = {one.module: one.chosen for root in roots for one in models.attention_modules(root)}
     if not any(methods.values()):
         raise UnsupportedAttentionError(
             f"{type(roots[0]).__name__} computes exact attention in every layer, so that there is no error: convert it "
@@ -152,7 +149,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     def compute(call: Call) -> Tensor:
         if (method := call.chosen(methods[call.module])) is None:
             return exact_attention_of(call)
-        return call.compute(method, required_tensors(call.module, method, call.name))
+        return call.compute(method, attention.required_tensors(call.module, method, call.name))
 
     def visit(call: Call) -> None:
         method, sequences = call.chosen(methods[call.module]), call.sequences
@@ -163,7 +160,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
             # One sequence at a time, because the mask of causal rows is (H, p, Nk).
             rows = zip(*(_sequence_error(call, b, num_rows, seed) for b in sequences), strict=True)
             estimate, bound = (torch.stack(values).cpu().double() for values in rows)
-        name = EXACT if method is None else method.method
+        name = settings.EXACT if method is None else method.method
         errors.append(LayerError(call.layer, call.name, name, call.tokens, estimate, bound))
 
     with capture_attention(model, visit, compute, windows=True):
@@ -189,10 +186,9 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
     draws = Draws(seed, query.device)
     rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": scale, "table": call.distance_bias}
     with torch.autocast(query.device.type, enabled=False):
-        exact = exact_rows(
-            query, key, value, rows, key_mask, is_causal=call.is_causal, scale=scale, table=call.distance_bias
-        )
+        exact = exact_rows(query, key, value, rows, key_mask, **options)
         return row_error(take(call.exact[b], rows.queries), exact, rows.valid, rows.population)
 
 

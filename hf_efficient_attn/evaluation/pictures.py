@@ -30,8 +30,7 @@ def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
     figure = Figure(figsize=(6.2 * len(keys), 4.6), layout="constrained")
     for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
         _draw_panel(axes, key, result["measurements"])
-    title = f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}"
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}", fontsize="medium")
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150)
 
@@ -81,9 +80,7 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
             rows[0].append((title, [entry[key] for entry in layers], {"norm": "log"}))
     for label in errors[0]:
         budgets = [str(columns) for columns in result["budgets"]]
-        rows.append(
-            [(f"{label}\nerror at {key} columns", [one[label][key] for one in errors], limits) for key in budgets]
-        )
+        rows.append([(f"{label}\nerror at {n} columns", [one[label][n] for one in errors], limits) for n in budgets])
     rows = [maps for maps in rows if maps]
     num_columns, step = max(map(len, rows)), max(1, round(len(names) / 16))
     num_heads = max(len(heads) for maps in rows for _, values, _ in maps for heads in values if heads)

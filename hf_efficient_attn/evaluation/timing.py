@@ -132,11 +132,10 @@ def time_generation(
 def use_threads(count: int | None) -> Iterator[None]:
     """Set the number of PyTorch's threads within the context; None leaves it as it is."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, before)
+        torch.set_num_threads(count or before)
         yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -26,8 +26,7 @@ a config explains why a layer has no attention.
 import functools
 
 import torch
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_efficient_attn.integration.attention import REGISTERED, make_attention_function
 from hf_efficient_attn.integration.configs import extend_configs

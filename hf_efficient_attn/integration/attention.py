@@ -17,14 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import refusals, settings
+from hf_efficient_attn.integration import inputs, model_kinds, refusals, settings
 from hf_efficient_attn.integration.cache import LAYER, MethodLayer, NewKeys
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.inputs import read_mask, refuse_attentions
 from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation, layer_of
 from hf_efficient_attn.integration.learned import NAME, learned_of
-from hf_efficient_attn.integration.model_kinds import WINDOW
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.integration.shards import shard_attention, shards_of
 from hf_efficient_attn.methods import MethodConfig, attention, get_method, parameters_of_slice
@@ -63,8 +61,7 @@ class LayerCall(NamedTuple):
 def location_of(module: nn.Module) -> ModuleLocation:
     """The location that a switch wrote on the module, or else what the module itself says about it."""
     if hasattr(module, LOCATION):
-        location: ModuleLocation = getattr(module, LOCATION)
-        return location
+        return getattr(module, LOCATION)
     layer = layer_of(module, str(getattr(module, "layer_idx", "")))
     if layer is None:
         raise UnsupportedAttentionError(
@@ -75,12 +72,7 @@ def location_of(module: nn.Module) -> ModuleLocation:
 
 
 def read_call(
-    name: str,
-    module: nn.Module,
-    location: ModuleLocation,
-    key: Tensor,
-    attention_mask: object,
-    kwargs: dict[str, Any],
+    name: str, module: nn.Module, location: ModuleLocation, key: Tensor, attention_mask: object, kwargs: dict[str, Any]
 ) -> LayerCall:
     """Read a call of an attention module, and refuse, in the name of a method, what would be lost.
 
@@ -89,7 +81,7 @@ def read_call(
     """
     dropout, scale, is_causal = kwargs.pop("dropout", 0.0), kwargs.pop("scaling", None), kwargs.pop("is_causal", None)
     distance_bias = take_bias(module, kwargs, key.device) if ARGUMENT in kwargs else None
-    mask = read_mask(name, attention_mask)
+    mask = inputs.read_mask(name, attention_mask)
     window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
     refuse_arguments(name, kwargs)
     # What the mask says, else the call, else the module. Cross attention never is causal.
@@ -97,21 +89,14 @@ def read_call(
         is_causal = mask.is_causal
     elif is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    return LayerCall(
-        location,
-        mask.keys,
-        is_causal=bool(is_causal) and not location.is_cross,
-        scale=scale,
-        dropout_p=dropout if module.training else 0.0,
-        seed=settings.layer_seed(location.layer),
-        window=window,
-        distance_bias=distance_bias,
-    )
+    is_causal = bool(is_causal) and not location.is_cross
+    dropout_p, seed = dropout if module.training else 0.0, settings.layer_seed(location.layer)
+    return LayerCall(location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias)
 
 
 def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kwargs: Mapping[str, Any]) -> int | None:
     """The window of a call, on which its module, mask and switch must agree; None for attention to all keys."""
-    size = kwargs.get(WINDOW)
+    size = kwargs.get(model_kinds.WINDOW)
     if not is_local and (size is None or size >= kv_len):
         return None
     if expected is None or size is None or not is_local:
@@ -124,7 +109,7 @@ def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kw
 
 def refuse_arguments(name: str, kwargs: Mapping[str, Any]) -> None:
     """Refuse everything in a call of an attention module that would silently be lost, in the name of a method."""
-    refuse_attentions(name, kwargs.get("output_attentions"))
+    inputs.refuse_attentions(name, kwargs.get("output_attentions"))
     for argument, value in kwargs.items():
         items = value if isinstance(value, (tuple, list)) else (value,)
         is_harmless = argument in _INPUTS or any(word in argument for word in _LOSS_WORDS)
@@ -266,9 +251,8 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     Tensor parallelism gives attention only some of the heads that the module and its config describe. What a method
     draws and has learned for a head depends on its number among all, so an unknown one is refused.
     """
-    total = settings.first_number(
-        getattr(module, "config", None), "num_attention_heads", "n_head", "n_heads", "num_heads"
-    )
+    config = getattr(module, "config", None)
+    total = settings.first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     if total is None or num_heads >= total:
         return None
     sharded = sharded_parameters(module)

@@ -7,14 +7,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
-from hf_efficient_attn.integration.settings import (
-    ATTRIBUTE,
-    as_settings,
-    implementation_entry,
-    method_of,
-    settings_of,
-    stored_settings,
-)
+from hf_efficient_attn.integration import settings
+from hf_efficient_attn.integration.settings import ATTRIBUTE, method_of
 from hf_efficient_attn.methods import available_methods
 
 logger = logging.get_logger(__name__)
@@ -55,24 +49,23 @@ def _get(config: PreTrainedConfig) -> Stored | None:
     method, for all parts of a composite model, or only for those that name it already. If it names another one, the
     setting has no effect until the model is switched.
     """
-    settings = stored_settings(config)
-    return None if settings is None else Stored(settings.to_dict())
+    stored = settings.stored_settings(config)
+    return None if stored is None else Stored(stored.to_dict())
 
 
 def _set(config: PreTrainedConfig, value: Any) -> None:
     if value is None:
         config.__dict__.pop(ATTRIBUTE, None)
         return
-    settings = as_settings(value, method_of(config))
-    config.__dict__[ATTRIBUTE] = settings
+    config.__dict__[ATTRIBUTE] = given = settings.as_settings(value, method_of(config))
     named = getattr(config, "_attn_implementation", None)
     if named is None:
         # If parts were chosen by name, these are the hyperparameters of those parts, which get them in a switch.
-        if not any(method_of(part) == settings.method for part in parts_of(config).values()):
-            config._attn_implementation = str(settings.method)
-    elif str(named).rpartition(":")[2] != settings.method:  # a kernel repository, ORG/NAME:METHOD, reads it too
+        if not any(method_of(part) == given.method for part in parts_of(config).values()):
+            config._attn_implementation = str(given.method)
+    elif str(named).rpartition(":")[2] != given.method:  # a kernel repository, ORG/NAME:METHOD, reads it too
         logger.warning_once(
-            f"efficient_attention (of {settings.method!r}) has no effect while attn_implementation is {named!r}; "
+            f"efficient_attention (of {given.method!r}) has no effect while attn_implementation is {named!r}; "
             "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"
         )
 
@@ -108,14 +101,14 @@ def extend_configs() -> None:
             # Its own dictionary names the method as well. LightGlue's config names the implementation a second time.
             if isinstance(part, dict) and ATTRIBUTE in part:
                 part.pop("attn_implementation", None)
-        entry, name = implementation_entry(self, saved_name), saved_name(self)
+        entry, name = settings.implementation_entry(self, saved_name), saved_name(self)
         if type(self).base_config_key and not type(self).model_type:
             # A group of values that is no config of a model. Some such classes refuse keys that they do not know.
             return output
         if entry is not None:
             output["attn_implementation"] = entry
         if name is not None:
-            output[ATTRIBUTE] = settings_of(self, name.rpartition(":")[2]).to_dict()
+            output[ATTRIBUTE] = settings.settings_of(self, name.rpartition(":")[2]).to_dict()
         return output
 
     setattr(PreTrainedConfig, to_dict.__name__, to_dict_with_method)

@@ -38,8 +38,7 @@ class DistanceBias:
             return None
         largest, weights = self.module.relative_attention_max_distance, self.module.relative_attention_bias
         distance = torch.arange(-largest, largest + 1, device=weights.weight.device)
-        table: Tensor = weights(self.module._relative_position_bucket(distance, **self.options))
-        return table.mT
+        return weights(self.module._relative_position_bucket(distance, **self.options)).mT
 
 
 class LinearBias(DistanceBias):
@@ -97,11 +96,9 @@ def _give_bias(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         return None
     if not getattr(module, "has_relative_attention_bias", False):
         return args, {**kwargs, ARGUMENT: DistanceBias(None)}
-    sizes = {
-        "num_buckets": module.relative_attention_num_buckets,
-        "max_distance": module.relative_attention_max_distance,
-    }
-    return args, {**kwargs, ARGUMENT: DistanceBias(module, bidirectional=not module.is_decoder, **sizes)}
+    buckets, largest = module.relative_attention_num_buckets, module.relative_attention_max_distance
+    options = {"bidirectional": not module.is_decoder, "num_buckets": buckets, "max_distance": largest}
+    return args, {**kwargs, ARGUMENT: DistanceBias(module, **options)}
 
 
 def _compute_bias(module: Any, *args: Any, **kwargs: Any) -> Tensor | DistanceBias:

@@ -64,5 +64,4 @@ def _masked_attention(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor, 
     """Torch's attention over the pairs in a bool mask (B, 1, Nq or 1, Nk); 0 for queries without a key."""
     empty = ~pairs.any(-1, keepdim=True)
     # The softmax over no keys is NaN. Such queries attend to all keys instead, and their output is set to 0.
-    out = scaled_dot_product_attention(query, key, value, attn_mask=pairs | empty, **options)
-    return out.masked_fill(empty, 0.0)
+    return scaled_dot_product_attention(query, key, value, attn_mask=pairs | empty, **options).masked_fill(empty, 0.0)

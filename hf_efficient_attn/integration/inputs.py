@@ -89,15 +89,14 @@ def refuse_packed_rows(given: Mapping[str, Any]) -> None:
         "each other: pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening), or "
         "use attn_implementation='flash_attention_2'"
     )
-    if argument is None:
-        message += (
-            ". If they are not packed, and the positions begin again because the model has too few: extend them with "
-            "hf_efficient_attn.extend_positions(model, max_length), and leave position_ids out"
-        )
-    # With another mask the model makes masks for a part of it.
-    is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
     if argument is not None:
         raise UnsupportedAttentionError(message)
+    message += (
+        ". If they are not packed, and the positions begin again because the model has too few: extend them with "
+        "hf_efficient_attn.extend_positions(model, max_length), and leave position_ids out"
+    )
+    # With another mask the model makes masks for a part of it.
+    is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
     if is_known and isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1 and not ids.is_meta:
         restarts = ids[:, 1:] < ids[:, :-1]
         if mask is not None and mask.shape[1] >= ids.shape[1]:
@@ -229,9 +228,7 @@ def padding_mask(
     dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
-    if mask is None:
-        return torch.ones(batch_size, kv_length, dtype=dtype, device=device)
-    return mask.to(dtype)
+    return torch.ones(batch_size, kv_length, dtype=dtype, device=device) if mask is None else mask.to(dtype)
 
 
 def _is_plain(

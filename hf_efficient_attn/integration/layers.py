@@ -27,8 +27,7 @@ LOCATION = "_efficient_attention"
 def layer_of(module: nn.Module, path: str) -> Layer | None:
     """The layer of an attention module: its own name for it, or the first integer in its path; None without either."""
     first = next((int(part) for part in path.split(".") if part.isdigit()), None)
-    own: Layer | None = getattr(module, "attention_layer", first)
-    return own
+    return getattr(module, "attention_layer", first)
 
 
 def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import PreTrainedConfig, initialization
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration.models import AttentionModule
-from hf_efficient_attn.integration.settings import first_number
+from hf_efficient_attn.integration import models, settings
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, parameter_shapes
 
 # Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
@@ -101,7 +99,7 @@ def refuse_lost_parameters(model: nn.Module, names: Iterable[str], prefix: str) 
             )
 
 
-def attach(found: AttentionModule, method: MethodConfig | None, is_adapted: bool = False) -> None:
+def attach(found: models.AttentionModule, method: MethodConfig | None, is_adapted: bool = False) -> None:
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
     A module whose sizes cannot be determined, or whose parameters are offloaded, is refused, and so is one of a model
@@ -128,16 +126,16 @@ def attach(found: AttentionModule, method: MethodConfig | None, is_adapted: bool
         setattr(found.module, NAME, LearnedParameters(method, _sizes(found, method), beside.device, dtype))
 
 
-def _sizes(found: AttentionModule, method: MethodConfig) -> dict[str, int]:
+def _sizes(found: models.AttentionModule, method: MethodConfig) -> dict[str, int]:
     """The sizes that determine the learned parameters of a module, by the module or else by its config."""
 
     def first(*names: str) -> int | None:
-        return first_number(found.module, *names) or first_number(found.config, *names)
+        return settings.first_number(found.module, *names) or settings.first_number(found.config, *names)
 
     num_heads = first("num_attention_heads", "num_heads", "n_heads", "n_head")
     # With multi-head latent attention (DeepSeek-V2), `head_dim` is the rotary part, and values have another size.
     head_dim = first("qk_head_dim", "head_dim", "attention_head_size")
-    hidden_size = first_number(found.config, "hidden_size", "n_embd", "dim")
+    hidden_size = settings.first_number(found.config, "hidden_size", "n_embd", "dim")
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
     max_length: int | None = 1

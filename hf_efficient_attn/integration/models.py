@@ -6,7 +6,7 @@ A layer with a sliding window of its model's own (`ModuleLocation.window`) stays
 window. Its module says at its call how long it is, and its mask that it has one (`inputs.KeyMask.is_local`).
 """
 
-import copy
+import contextlib
 import inspect
 import sys
 from collections import OrderedDict
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration import model_kinds
@@ -131,8 +130,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     stacks = {(one.location.layer, stem_of(one.location.name)) for one in found}
     shared: list[Layer | None] = [layer for layer, _ in stacks if isinstance(layer, int)]
     for one in found:
-        is_shared = shared.count(one.location.layer) > 1
-        label = stem_of(one.location.name) if is_shared else one.location.layer
+        label = stem_of(one.location.name) if shared.count(one.location.layer) > 1 else one.location.layer
         yield one._replace(location=one.location._replace(label=label))
 
 
@@ -176,10 +174,11 @@ def is_patched(module: nn.Module) -> bool:
     return type(module).__module__ == f"{__package__}.patched"
 
 
-class Snapshot:
+class Snapshot(contextlib.AbstractContextManager["Snapshot", None]):
     """The classes and attributes of models, of their configs and of others at one moment, with dictionaries among them.
 
-    That restores everything, because a switch to another method replaces attributes, and never writes into a tensor.
+    That restores everything, because a switch to another method replaces attributes, and never writes into a tensor. As
+    a context manager it restores them after an error.
     """
 
     def __init__(self, models: Sequence[nn.Module], configs: Sequence[PreTrainedConfig] = ()) -> None:
@@ -191,6 +190,10 @@ class Snapshot:
             attributes = vars(holder)
             inner = [value for value in attributes.values() if type(value) in (dict, OrderedDict)]
             self._saved += [(present, dict(present)) for present in (attributes, *inner)]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.restore()
 
     def restore(self) -> None:
         """Give every module and config the attributes that it had, in their order."""
@@ -226,11 +229,8 @@ def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
     names = [name for name, part in parts if part is not None and model_kinds.POSITION_BIAS.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
-        found += [
-            f"{words} ({name})"
-            for name, words in model_kinds.CHANGES_OF_SCORES.items()
-            if getattr(module, name, None) is not None
-        ]
+        changes = model_kinds.CHANGES_OF_SCORES.items()
+        found += [f"{words} ({name})" for name, words in changes if getattr(module, name, None) is not None]
     yield from (f"adds {what} to the scores of its attention" for what in found)
 
 
@@ -243,13 +243,6 @@ def attention_table(kind: type[nn.Module]) -> str | None:
             if name.endswith("_CLASSES") and isinstance(value, dict) and "eager" in value:
                 return name
     return None
-
-
-def adapt_pooling(module: Any) -> None:
-    """Give a module that uses PyTorch's own attention, such as SigLIP 2's pooling, a config of exact attention."""
-    if kind_of(type(module)).needs_exact_config and method_of(module.config) is not None:
-        module.config = copy.copy(module.config)
-        module.config._attn_implementation_internal = EXACT
 
 
 def hook_once(module: nn.Module, hook: Callable[..., Any]) -> None:

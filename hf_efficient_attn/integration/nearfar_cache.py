@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
-from transformers.configuration_utils import PreTrainedConfig
+from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
@@ -122,8 +121,7 @@ class NearFarLayer(MethodLayer):
         blocks = (x[:, None] for x in (flat, self.keys.flatten(0, 1), self.values.flatten(0, 1), bias))
         out, lse = (x[:, 0] for x in attend(*blocks, scale=self.scale, dropout_p=dropout_p))
         if self.coreset is not None:
-            coreset = GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset))
-            far = coreset_partial(flat, coreset, scale=self.scale)
+            far = coreset_partial(flat, GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset)), scale=self.scale)
             out = merge(far, Partial(out.to(far.out.dtype), lse)).out
         return out.to(self.values.dtype).reshape(batch, num_heads, q_len, -1)
 
@@ -161,8 +159,7 @@ class NearFarLayer(MethodLayer):
 
     def numel(self) -> int:
         """How many numbers the layer holds."""
-        tensors = [self.keys, self.values, self.position, *(self.coreset or ())]
-        return sum(x.numel() for x in tensors if x is not None)
+        return sum(x.numel() for x in (self.keys, self.values, self.position, *(self.coreset or ())) if x is not None)
 
 
 class NearFarCache(Cache):

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_efficient_attn.integration import settings, shards
 from hf_efficient_attn.integration.attention import location_of, read_call, required_tensors, sharded_parameters
 from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
-from hf_efficient_attn.integration.settings import method_at, method_of
-from hf_efficient_attn.integration.shards import PARALLEL
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
 
@@ -65,14 +64,14 @@ def _forward(
     """The forward of the class, from the hidden states where that is possible: the same output up to rounding."""
     if in_graph():  # where a call of a method is one operator
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    name, names, location = method_of(module.config), _projections(module), location_of(module)
-    method: Any = method_at(module.config, name, location)
+    name, names, location = settings.method_of(module.config), _projections(module), location_of(module)
+    method: Any = settings.method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
     if (
         form is None
         or names is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
-        or getattr(module, PARALLEL, None) is not None
+        or getattr(module, shards.PARALLEL, None) is not None
         or sharded_parameters(module)
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):

@@ -20,9 +20,8 @@ from transformers.models.lilt import modeling_lilt
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.roformer import modeling_roformer
 
+from hf_efficient_attn.integration import inputs, model_kinds
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, DistanceBias, LinearBias, takes_bias
-from hf_efficient_attn.integration.inputs import refuse_where
-from hf_efficient_attn.integration.model_kinds import row_named
 
 
 class _Attention(nn.Module):
@@ -42,8 +41,7 @@ class _Attention(nn.Module):
         function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         holder: Any = getattr(self, "attention_dropout", getattr(self, "dropout", None))
         kwargs |= {"dropout": holder.p if self.training else 0.0, "is_causal": self.is_causal}
-        out: Tensor = function(self, *heads, mask, **kwargs)[0]
-        return out
+        return function(self, *heads, mask, **kwargs)[0]
 
 
 def _heads(hidden_states: Tensor, projections: Iterable[nn.Module], head_dim: int) -> list[Tensor]:
@@ -64,13 +62,12 @@ class _BertAttention(_Attention):
 
 def __getattr__(name: str) -> type[nn.Module]:
     """Make the class of a kind that has the layout of BERT. `pickle` finds it by its name, too."""
-    folder = row_named(name).like_bert_in
+    folder = model_kinds.row_named(name).like_bert_in
     if not folder:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     base = getattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), name)
     # Of two threads that make it at a time, both get the class of the first.
-    made: type[nn.Module] = globals().setdefault(name, type(name, (_BertAttention, base), {"__module__": __name__}))
-    return made
+    return globals().setdefault(name, type(name, (_BertAttention, base), {"__module__": __name__}))
 
 
 class RoFormerSelfAttention(_BertAttention, modeling_roformer.RoFormerSelfAttention):
@@ -142,16 +139,12 @@ class BloomAttention(_Attention, modeling_bloom.BloomAttention):
         if kwargs.get("layer_past") is not None:
             key, value = kwargs["layer_past"].update(key, value, self.layer_idx)
         if attention_mask is not None:
-            _refuse_gaps(attention_mask.bool())
+            mask = attention_mask.bool()
+            has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
+            message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
+            inputs.refuse_where(has_gaps, f"{message}: pad all sequences on the same side")
         # The bias of head h at distance 1, from a tensor (H, 1, 2) for two tokens.
         slopes = modeling_bloom.build_alibi_tensor(query.new_ones(1, 2), self.num_heads, torch.float32)[:, 0, 1]
         bias = LinearBias(slopes, key.shape[2])
         out = self._attend((query, key, value), attention_mask, scaling=self.inv_norm_factor, **{ARGUMENT: bias})
         return residual + dropout(self.dense(out.flatten(2)), self.hidden_dropout, self.training), None  # (B, N, W)
-
-
-def _refuse_gaps(mask: Tensor) -> None:
-    """Refuse masks (B, Nk) with masked tokens between others, which Bloom does not count in distances."""
-    has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
-    message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
-    refuse_where(has_gaps, f"{message}: pad all sequences on the same side")

@@ -11,10 +11,8 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import models
-from hf_efficient_attn.integration.distance_bias import has_distance_bias
+from hf_efficient_attn.integration import distance_bias, model_kinds, models
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order, names_of
-from hf_efficient_attn.integration.model_kinds import kind_of
 from hf_efficient_attn.integration.settings import EXACT, method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -106,12 +104,12 @@ def _needs_of_a_matrix(
     Modules inside of attention modules, and attention modules that do not ask the interface, do not concern a method.
     """
     for path, module in _around_attention(model, {id(found.owner) for found in through}):
-        if not has_distance_bias(type(module)):
+        if not distance_bias.has_distance_bias(type(module)):
             yield from ((what, module, path) for what in models.matrix_needs(module, is_attention=False))
     for module, location, config, owner in through:
-        if not has_distance_bias(type(module)):
+        if not distance_bias.has_distance_bias(type(module)):
             yield from ((what, module, location.name) for what in models.matrix_needs(module, is_attention=True))
-        if location.window is not None and kind_of(type(module)).hides_window:
+        if location.window is not None and model_kinds.kind_of(type(module)).hides_window:
             yield "attends to a window of its own that only a mask knows", module, location.name
         size: Any = getattr(config, "attention_chunk_size", None)
         positions = getattr(config, "max_position_embeddings", None)
@@ -178,7 +176,7 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
     location, attention = found.location, type(found.module)
     is_causal = not location.is_cross and getattr(found.module, "is_causal", None) is True
     adds_bias = method.adds_distance_bias and (method.adds_causal_bias or not is_causal)
-    if not location.is_cross and has_distance_bias(attention) and not adds_bias:
+    if not location.is_cross and distance_bias.has_distance_bias(attention) and not adds_bias:
         is_decoder = is_causal and method.adds_distance_bias
         raise UnsupportedAttentionError(
             f"{kind} adds a bias of relative positions to the scores of its attention "
@@ -189,7 +187,7 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
         )
     is_rectangular = getattr(found.module, "is_rectangular", False)
     check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
-    reads_cache = kind_of(attention, or_base=True).reads_cache
+    reads_cache = model_kinds.kind_of(attention, or_base=True).reads_cache
     if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
         others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
         raise UnsupportedAttentionError(

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +32,7 @@ EXACT_IMPLEMENTATIONS = (EXACT, "eager")
 ATTRIBUTE = "efficient_attention"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One method and the layers that use it; None for all layers."""
 
     layers: tuple[Layer, ...] | None
@@ -74,8 +73,7 @@ class EfficientAttentionConfig(KnownFields):
 
     def __post_init__(self) -> None:
         if self.calibrated_length is not None:
-            advice = "leave it out if nothing was measured"
-            check_positive("calibrated_length", self.calibrated_length, advice=advice)
+            check_positive("calibrated_length", self.calibrated_length, advice="leave it out if nothing was measured")
         hyperparameters, layers = as_dict(self.hyperparameters or {}, "hyperparameters"), _as_list(self.layers)
         if layers is not None and any(isinstance(layer, Mapping) for layer in layers):
             if hyperparameters or isinstance(self.method, MethodConfig):

@@ -12,19 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation.utils import GenerationMixin
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers import DynamicCache, DynamicLayer, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.errors import OWN_FILE, UnsupportedAttentionError, did_you_mean
-from hf_efficient_attn.integration import learned, models, own_forward, refusals
+from hf_efficient_attn.integration import distance_bias, inputs, learned, model_kinds, models, own_forward, refusals
 from hf_efficient_attn.integration.cache import StateLayer
 from hf_efficient_attn.integration.configs import check_parts, parts_of
-from hf_efficient_attn.integration.distance_bias import attach_hook
-from hf_efficient_attn.integration.inputs import TABLES, check_inputs
 from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation
-from hf_efficient_attn.integration.model_kinds import is_known_code, kind_of
 from hf_efficient_attn.integration.settings import EXACT, EXACT_IMPLEMENTATIONS, method_at, method_of, settings_of
 from hf_efficient_attn.methods import available_methods, get_method
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
@@ -44,17 +39,13 @@ def switch(
     configs; by default they stay as they are. `holder` is the module that holds them, if there is one, such as a PEFT
     model. `is_complete` is False for models that get more parts, which may have the layers that `layers` names.
     """
-    before = models.Snapshot(roots)
     names = {id(config): config._attn_implementation for root in roots for config in models.configs_of(root)}
-    try:
+    with models.Snapshot(roots):
         if change_configs is not None:
             change_configs()
         checked = [(root, _checked_modules(root, names, is_complete)) for root in roots]
         for root, modules in checked:
             _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
-    except BaseException:
-        before.restore()
-        raise
 
 
 def _checked_modules(
@@ -92,8 +83,8 @@ def adopt(model: PreTrainedModel) -> None:
     for part in models.models_in(model):  # the innermost last, whose config applies
         for module in part.modules():
             kind = type(module)
-            row = kind_of(kind)
-            is_known = (row.is_patched or row.like_bert_in) and is_known_code(kind)
+            row = model_kinds.kind_of(kind)
+            is_known = (row.is_patched or row.like_bert_in) and model_kinds.is_known_code(kind)
             if is_known and not getattr(module, "is_decoder", False):
                 from hf_efficient_attn.integration import patched  # it imports the models
 
@@ -120,17 +111,20 @@ def _switch_modules(
         own_forward.attach(module, method)
         if name is not None:
             setattr(module, LOCATION, location)
-            attach_hook(module)
+            distance_bias.attach_hook(module)
     for reason, group in exact.items():
         refusals.warn_of_exact_layers(reason, group)
     tables = models.tables_of(parts) if any(method_of(part.config) for part in parts) else {}
     for part, found_tables in tables.items():
         for cls in type(part).__mro__:
             _extend_generate(cls)
-        models.hook_once(part, check_inputs)
-        setattr(part, TABLES, found_tables)
-        for module in part.modules():
-            models.adapt_pooling(module)
+        models.hook_once(part, inputs.check_inputs)
+        setattr(part, inputs.TABLES, found_tables)
+        for module in part.modules():  # PyTorch's own attention, such as SigLIP 2's pooling, gets a config of its own
+            if model_kinds.kind_of(type(module)).needs_exact_config and method_of(module.config) is not None:
+                exact_config: Any = copy.copy(module.config)
+                exact_config._attn_implementation_internal = EXACT
+                module.config = exact_config
 
 
 def extend_classes() -> None:
@@ -214,12 +208,8 @@ def _from_config(original: Any, cls: type[PreTrainedModel], config: PreTrainedCo
     names = [*(named.values() if isinstance(named, dict) else [named]), *map(method_of, configs)]
     if named is not None and any(name in available_methods() for name in names):
         config = copy.deepcopy(config)
-    before = models.Snapshot([], configs)
-    try:
+    with models.Snapshot([], configs):
         return cast("PreTrainedModel", original(cls, config, **kwargs))
-    except BaseException:
-        before.restore()
-        raise
 
 
 def _set_implementation(

@@ -124,14 +124,7 @@ def attention_to_gaussian(
 
 @in_float64
 def approx_kernel_matvec(
-    queries: Tensor,
-    keys: Tensor,
-    x: Tensor,
-    *,
-    bandwidth: float,
-    eps: float,
-    delta: float = 0.01,
-    seed: int = 0,
+    queries: Tensor, keys: Tensor, x: Tensor, *, bandwidth: float, eps: float, delta: float = 0.01, seed: int = 0
 ) -> tuple[Tensor, KernelReport]:
     """Compute y with |K x - y| <= eps |x| with probability 1 - delta, for x of any sign (Algorithm 3, ApproxKMV).
 

@@ -37,7 +37,7 @@ from hf_efficient_attn.ops.clusters import even_positions
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import choose_pivots
-from hf_efficient_attn.ops.wildcat import attend_to_coreset, coreset_naive, kernel_scale_of
+from hf_efficient_attn.ops.wildcat import Coreset, attend_to_coreset, coreset_naive, kernel_scale_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,17 +72,16 @@ class WildCatConfig(MethodConfig):
         return replace(self, num_samples=self.check_budget(columns), num_candidates=min(4 * columns, 2**31 - 1))
 
 
-def _choose(
-    config: WildCatConfig, query: Tensor, key: Tensor, num_heads: int, options: AttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """Choose the coreset (BH, m, D) of centered keys (BH, n, D), and the factor (BH, 1, 1) of the kernel."""
+def _choose(config: WildCatConfig, query: Tensor, key: Tensor, num_heads: int, options: AttentionOptions) -> Coreset:
+    """Choose the coreset of keys (BH, n, D) for queries (BH, Nq, D)."""
+    mean = key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
     num_candidates = min(key.shape[1], max(config.num_samples, config.num_candidates))
-    candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device))  # (BH, C, D)
+    candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device)) - mean  # (BH, C, D)
     factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
     draws = Draws(options.seed, key.device)
     pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, draws=draws, batch=batch)  # (BH, m)
-    return take(candidates, pivot), factor  # (BH, m, D), (BH, 1, 1)
+    return Coreset(take(candidates, pivot), factor, mean)
 
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -92,10 +91,8 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
     dropout_p = options.dropout_p
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
-        query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
-        key = key - key.mean(1, keepdim=True)
-        keys, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
-        return attend_to_coreset(query, key, value, keys, factor, scale=scale, dropout_p=dropout_p)  # (BH, Nq, Dv)
+        coreset = _choose(config, query, key, num_heads, options)
+        return attend_to_coreset(query, key, value, coreset, scale=scale, dropout_p=dropout_p)  # (BH, Nq, Dv)
 
     return without_padding(form, query, key, value, options, config.num_samples)  # (B, H, Nq, Dv)
 
@@ -112,9 +109,8 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
         value = value.double()
         if key.shape[1] <= count:
             return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
-        key = key - key.mean(1, keepdim=True)
-        coreset, factor = _choose(config, query, key, num_heads, options)  # (BH, m, D), (BH, 1, 1)
-        return coreset_naive(query, key, value, coreset, factor, scale=scale)  # (BH, Nq, Dv)
+        coreset = _choose(config, query, key, num_heads, options)
+        return coreset_naive(query, key, value, coreset, scale=scale)  # (BH, Nq, Dv)
 
     return without_padding(form, query, key, value, options)  # (B, H, Nq, Dv)
 

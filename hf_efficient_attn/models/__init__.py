@@ -1,7 +1,6 @@
 """Models defined in this package, in Transformers' form and registered with its Auto classes."""
 
-from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageClassification
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification, T2TViTModel

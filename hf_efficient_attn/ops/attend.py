@@ -18,29 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.backends import BACKENDS, BLOCK_BACKENDS, GATHERED_BACKENDS
+from hf_efficient_attn.ops.backends import BACKENDS, BLOCK_BACKENDS
 from hf_efficient_attn.ops.backends.backend import (
     AttendCall,
     Backend,
+    BlockBackend,
     BlockCall,
     BlockKeys,
-    GatheredCall,
-    GatheredKeys,
     Partial,
     safe_row_max,
 )
-from hf_efficient_attn.ops.index import inverse, pad_to_blocks, take
-from hf_efficient_attn.ops.slices import slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
 __all__ = [
     "LOG2_E",
     "BlockKeys",
-    "GatheredKeys",
     "Partial",
     "attend",
     "block_attention",
-    "gathered_attention",
     "keeps_pairs",
     "merge",
     "safe_row_max",
@@ -159,45 +154,39 @@ def block_attention(
     call = BlockCall(query, key, value, keys, float(scale), dropout_p)
     for backend in BLOCK_BACKENDS:
         if backend.applies(call):
-            return backend.attend(call)
+            return Partial(*_BlockAttention.apply(backend, keys.log_weight, *call))  # type: ignore[no-untyped-call]
     return None
+
+
+class _BlockAttention(torch.autograd.Function):
+    """Output and lse of `block_attention`."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: BlockBackend, log_weight: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+        call = BlockCall(*given)
+        call = call._replace(keys=call.keys._replace(log_weight=log_weight))
+        out, lse = kept_results(lambda: tuple(backend.forward(call)))
+        tensors = *call[:3], *(x if isinstance(x, Tensor) else None for x in call.keys)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.others = [None if isinstance(x, Tensor) else x for x in call.keys]
+        ctx.backend = backend
+        ctx.rest = call[4:]
+        ctx.set_materialize_grads(False)  # the backward computes less without a gradient of the lse
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, *tensors, out, lse = ctx.saved_tensors
+        keys = BlockKeys(*(x if y is None else y for x, y in zip(tensors, ctx.others, strict=True)))
+        call = BlockCall(query, key, value, keys, *ctx.rest)
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        *gradients, of_log_weight = ctx.backend.backward(
+            call, Partial(out, lse), grad_out, grad_lse, ctx.needs_input_grad[1]
+        )
+        return None, of_log_weight, *gradients, None, None, None
 
 
 def takes_blocks(query: Tensor, key: Tensor, value: Tensor, keys: BlockKeys, dropout_p: float) -> bool:
     """Whether `block_attention` computes a call, and so holds nothing large besides its results."""
     call = BlockCall(query, key, value, keys, 1.0, dropout_p)
     return any(backend.applies(call) for backend in BLOCK_BACKENDS)
-
-
-def gathered_attention(
-    query: Tensor, key: Tensor, value: Tensor, gathered: GatheredKeys, *, scale: float, dropout_p: float = 0.0
-) -> Tensor:
-    """Compute attention of blocks of queries to keys that are gathered by index.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        gathered: the keys of each block.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        (BH, Nq, Dv), in the order of the query positions.
-    """
-    call = GatheredCall(query, key, value, gathered, scale, dropout_p)
-    for backend in GATHERED_BACKENDS:
-        if backend.applies(call):
-            return backend.attend(call)
-    index, bias, block_q, order = gathered
-
-    def some_heads(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
-        # (BH, T, block_q, Dv)
-        return attend(blocks, take(key, index), take(value, index), bias, scale=scale, dropout_p=dropout_p).out
-
-    blocks = pad_to_blocks(query if order is None else take(query, order), block_q)  # (BH, T, block_q, D)
-    pairs = block_q if keeps_pairs(blocks, key[:, None], bias, scale, dropout_p) else 0
-    size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2], pairs), query.device)
-    # (BH, T * block_q, Dv)
-    out = sliced(some_heads, blocks, key, value, index, bias, size=size, draws=dropout_p > 0.0).flatten(1, 2)
-    return out[:, : query.shape[1]] if order is None else take(out, inverse(order))  # (BH, Nq, Dv)

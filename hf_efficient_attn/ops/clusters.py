@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.backends.devices import index_of_max
-from hf_efficient_attn.ops.index import constant, flat_index, integers, valid_first
+from hf_efficient_attn.ops.backends.devices import adds_by_index, index_of_max, sum_dtype
+from hf_efficient_attn.ops.index import constant, flat_index, integers, pad_to_blocks, valid_first
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -43,6 +43,10 @@ def middle_positions(length: int, count: int, device: torch.device) -> Tensor:
 # Slices of distances may be larger by this factor than other slices: 20 MiB on a CPU.
 _LARGER_SLICES = 5
 RIDGE = 1e-3
+# `weighted_sums` multiplies parts of this many tokens: few large products would leave most of a device idle. With more
+# clusters than `_MOST_PRODUCTS` additions by index take less time.
+_PART = 4096
+_MOST_PRODUCTS = 512
 # With more right-hand sides per row of a matrix than this, a product with the inverse takes less time than solves.
 _MANY_RIGHT = 2
 # The smallest weight of a cluster by which sums are divided.
@@ -76,18 +80,50 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
     return sums.index_add(0, flat_index(cluster, count).flatten(), x.flatten(0, 1)).view(len(x), count, -1)
 
 
-def cluster_means(sums: Tensor, first: Tensor) -> Tensor:
+def weighted_sums(cluster: Tensor, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sum the weighted members of each of `count` clusters, and their weights.
+
+    Args:
+        cluster: int64 (BH, C).
+        x: (BH, C, F).
+        weight: (BH, C), in the accumulation dtype.
+        count: m, the number of clusters.
+
+    Returns:
+        (BH, m, F) and (BH, m), in the accumulation dtype.
+    """
+    acc_dtype = weight.dtype
+    by_products = count <= _MOST_PRODUCTS and not adds_by_index(x.device)
+    dtype = sum_dtype(x) if by_products else weight.dtype
+    weight = weight.to(dtype)
+    total = weight.new_zeros(len(x), count, dtype=acc_dtype).scatter_add(1, cluster, weight.to(acc_dtype))
+    if not by_products:
+        return cluster_sums(cluster, x * weight.unsqueeze(2), count), total
+
+    def some_parts(cluster: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # (P, size, .)
+        weights = torch.where(cluster == integers(count, cluster.device), weight, 0.0)  # (P, size, m)
+        return torch.bmm(weights.mT, x.to(dtype))  # (P, m, F)
+
+    size = min(_PART, x.shape[1])
+    # Padding has no weight.
+    parts = (pad_to_blocks(y, size).flatten(0, 1) for y in (cluster.unsqueeze(2), x, weight.unsqueeze(2)))
+    sums = sliced(some_parts, *parts, size=slice_size(size * count, x.device))  # (BH * T, m, F)
+    return sums.unflatten(0, (len(x), -1)).sum(1, dtype=acc_dtype), total
+
+
+def cluster_means(sums: Tensor, weight: Tensor, first: Tensor) -> Tensor:
     """Divide sums of weighted points by sums of weights.
 
     Args:
-        sums: (BH, m, D + 1), the sums of [w x, w] over the points x of each cluster.
+        sums: (BH, m, D), the sums of the weighted points of each cluster.
+        weight: (BH, m), the sums of the weights.
         first: (BH, m, D), the result for a cluster without weight.
 
     Returns:
         (BH, m, D).
     """
-    weight = sums[..., -1:]  # (BH, m, 1)
-    return torch.where(weight > 0, sums[..., :-1] / weight.clamp(min=_LEAST_WEIGHT), first)
+    weight = weight.unsqueeze(2)  # (BH, m, 1)
+    return torch.where(weight > 0, sums / weight.clamp(min=_LEAST_WEIGHT), first)
 
 
 def lloyd_step(points: Tensor, terms: Tensor, centers: Tensor, exists: Tensor | None = None) -> Tensor:
@@ -102,7 +138,8 @@ def lloyd_step(points: Tensor, terms: Tensor, centers: Tensor, exists: Tensor | 
     Returns:
         (BH, m, D). A center without a point stays.
     """
-    return cluster_means(cluster_sums(nearest(points, centers, exists), terms, centers.shape[1]), centers)
+    sums = cluster_sums(nearest(points, centers, exists), terms, centers.shape[1])  # (BH, m, D + 1)
+    return cluster_means(sums[..., :-1], sums[..., -1], centers)
 
 
 def gaussian_kernel(points: Tensor) -> Tensor:

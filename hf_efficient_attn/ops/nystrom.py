@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, merge
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype, widened
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold, product_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.index import inverse, take, valid_first
+from hf_efficient_attn.ops.index import constant, inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
@@ -54,20 +54,30 @@ def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments:
         device: the device of the result.
     """
     if key_mask is None:
-        sizes = segment_sizes(torch.full((1,), total, device=device), num_segments)
-        ends = sizes.cumsum(1)
-    else:
-        rank = key_mask.cumsum(1)  # (B, total)
-        sizes = segment_sizes(rank[:, -1], num_segments)  # (B, L)
-        if exporting_to_onnx():
-            last = sizes.cumsum(1)[..., None]  # (B, L, 1)
-            rank = rank.masked_fill(~key_mask, 0)[:, None]  # (B, 1, N)
-            return Segments(sizes, sizes, False, (rank <= last) & (rank > last - sizes[..., None]))
-        ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1  # (B, L)
-    ends = ends.clamp(own.start, own.stop) - own.start
-    ends[:, -1] = own.stop - own.start  # with the padding behind the last token
-    equal = key_mask is None and own == slice(0, total) and total % num_segments == 0
-    return Segments(sizes, ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])), equal)
+        sizes, lengths = _plain_segments(total, own.start, own.stop, num_segments, device)
+        return Segments(sizes, lengths, own == slice(0, total) and total % num_segments == 0)
+    rank = key_mask.cumsum(1)  # (B, total)
+    sizes = segment_sizes(rank[:, -1], num_segments)  # (B, L)
+    if exporting_to_onnx():
+        last = sizes.cumsum(1)[..., None]  # (B, L, 1)
+        rank = rank.masked_fill(~key_mask, 0)[:, None]  # (B, 1, N)
+        return Segments(sizes, sizes, False, (rank <= last) & (rank > last - sizes[..., None]))
+    ends = torch.searchsorted(rank, sizes.cumsum(1)) + 1  # (B, L)
+    return Segments(sizes, _lengths(ends, own.start, own.stop), False)
+
+
+@constant
+def _plain_segments(total: int, start: int, stop: int, num_segments: int, device: torch.device) -> Tensor:
+    """Return the sizes of the segments without a mask, and their lengths from start to stop: (2, 1, L)."""
+    sizes = segment_sizes(torch.full((1,), total, device=device), num_segments)
+    return torch.stack((sizes, _lengths(sizes.cumsum(1), start, stop)))
+
+
+def _lengths(ends: Tensor, start: int, stop: int) -> Tensor:
+    """Return how many of the positions start to stop each segment covers, from the ends of segments (R, L)."""
+    ends = ends.clamp(start, stop) - start
+    ends[:, -1] = stop - start  # with the padding behind the last token
+    return ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
 
 
 def segment_sums(x: Tensor, segments: Segments) -> Tensor:
@@ -82,6 +92,14 @@ def segment_sums(x: Tensor, segments: Segments) -> Tensor:
     x = x.to(accumulation_dtype(x.dtype))
     sums: Tensor = torch.segment_reduce(x, "sum", lengths=lengths, axis=2, unsafe=True)  # (B, H, L, D)
     return sums
+
+
+def segment_means(x: Tensor, segments: Segments) -> Tensor:
+    """Compute the means of the segments, as `segment_sums`; 0 for a segment without tokens."""
+    if segments.equal:
+        parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
+        return parts.mean(3, dtype=accumulation_dtype(x.dtype))
+    return segment_sums(x, segments) / segments.sizes.clamp(min=1)[:, None, :, None]
 
 
 class LandmarkOptions(NamedTuple):
@@ -136,18 +154,35 @@ def landmark_attention(
     part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), landmarks, options.scale)  # A: (BH, L, L)
+    middle = _middle_factor(
+        queries.to(acc_dtype), keys.to(acc_dtype), landmarks.segments, options.scale
+    )  # A: (BH, L, L)
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
-    if landmarks.value is not None:
+    if landmarks.value is not None and landmarks.segments is not None:
+        few, _, no_keys = landmarks.segments
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
-        values = torch.where(landmarks.few[:, None, None], landmarks.value, values)
-        landmark_bias = mask_bias(~landmarks.no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
+        values = torch.where(few[:, None, None], landmarks.value, values)
+        landmark_bias = mask_bias(~no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys[:, None], values[:, None].to(dtype), landmark_bias
     return attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0].to(result)
+
+
+class _OfMask(NamedTuple):
+    """What a mask tells about the segments.
+
+    Attributes:
+        few: bool (BH,), whether a sequence has at most L tokens, each of which is a landmark by itself.
+        no_queries: bool (BH, L), whether a segment has no query.
+        no_keys: bool (BH, L), whether a segment has no key.
+    """
+
+    few: Tensor
+    no_queries: Tensor
+    no_keys: Tensor
 
 
 class _Landmarks(NamedTuple):
@@ -157,17 +192,13 @@ class _Landmarks(NamedTuple):
         query: (BH, L, D).
         key: (BH, L, D).
         value: (BH, L, Dv), or None if no sequence has few tokens.
-        few: bool (BH,), whether a sequence has at most L tokens, each of which is a landmark by itself.
-        no_queries: bool (BH, L), whether a segment has no query.
-        no_keys: bool (BH, L), whether a segment has no key.
+        segments: None without a mask: then all segments have tokens.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor | None
-    few: Tensor
-    no_queries: Tensor
-    no_keys: Tensor
+    segments: _OfMask | None
 
 
 def _find_landmarks(
@@ -177,36 +208,40 @@ def _find_landmarks(
     batch, num_heads, q_len, _ = query.shape
     kv_len = key.shape[2]
     device = query.device
-    if shards is None:
-        segments = of_queries = find_segments(key_mask, kv_len, slice(0, kv_len), count, device)
-    else:
-        segments = of_queries = find_segments(shards.key_mask, shards.total, shards.own, count, device)
+    mask = key_mask if shards is None else shards.key_mask
+    length, own = (kv_len, slice(0, kv_len)) if shards is None else (shards.total, shards.own)
+    segments = of_queries = find_segments(mask, length, own, count, device)
     if q_len != kv_len:  # other tokens, which have no mask
         ones = torch.ones(1, q_len, dtype=torch.bool, device=device) if exporting_to_onnx() else None
         of_queries = find_segments(ones, q_len, slice(0, q_len), count, device)
     elif key_mask is not None:
         query = query.masked_fill(~key_mask[:, None, :, None], 0.0)
-    few = (segments.sizes.sum(1) <= count).expand(batch)  # (B,)
-    any_few = exporting_to_onnx() or bool(few.any())
-    sums = [segment_sums(query, of_queries), segment_sums(key, segments)]
-    sums += [segment_sums(value, segments)] if any_few else []
-    sums = sums if shards is None else total(sums, shards.group)
-    sizes = (of_queries.sizes, segments.sizes, segments.sizes)
-    means = [
-        _all_heads(x / n.clamp(min=1)[:, None, :, None], num_heads) for x, n in zip(sums, sizes, strict=False)
-    ]  # (BH, L, .)
-    no_queries, no_keys = ((n == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for n in sizes[:2])
-    few = few.repeat_interleave(num_heads)  # (BH,)
-    return _Landmarks(means[0], means[1], means[2] if any_few else None, few, no_queries, no_keys)
+    given = [(query, of_queries), (key, segments)]
+    of_mask = None
+    if mask is not None:
+        few = (segments.sizes.sum(1) <= count).expand(batch)  # (B,)
+        empty = ((x.sizes == 0).expand(batch, -1).repeat_interleave(num_heads, 0) for x in (of_queries, segments))
+        of_mask = _OfMask(few.repeat_interleave(num_heads), *empty)
+        given += [(value, segments)] if exporting_to_onnx() or may_hold(few) else []
+    if shards is None:
+        means = [segment_means(*x) for x in given]
+    else:
+        sums = total([segment_sums(*x) for x in given], shards.group)
+        means = [x / n.sizes.clamp(min=1)[:, None, :, None] for x, (_, n) in zip(sums, given, strict=True)]
+    means = [_all_heads(x, num_heads) for x in means]  # (BH, L, .)
+    return _Landmarks(means[0], means[1], means[2] if len(means) > 2 else None, of_mask)
 
 
-def _middle_factor(query: Tensor, key: Tensor, landmarks: _Landmarks, scale: float) -> Tensor:
+def _middle_factor(query: Tensor, key: Tensor, of_mask: _OfMask | None, scale: float) -> Tensor:
     """Compute A = softmax(Q~ K~^T) from landmarks (BH, L, D), with 0 for segments without tokens: (BH, L, L)."""
-    no_keys = landmarks.no_keys
+    scores = query @ key.mT * scale  # (BH, L, L)
+    if of_mask is None:
+        return scores.softmax(-1)
+    no_keys = of_mask.no_keys
     # If all segments are empty, their scores stay finite, because the gradient of softmax over -inf only is NaN.
     excluded = no_keys & ~no_keys.all(1, keepdim=True)
-    scores = (query @ key.mT * scale).masked_fill(excluded.unsqueeze(1), -torch.inf)  # (BH, L, L)
-    return scores.softmax(-1).masked_fill(no_keys.unsqueeze(1) | landmarks.no_queries.unsqueeze(2), 0.0)
+    weights = scores.masked_fill(excluded.unsqueeze(1), -torch.inf).softmax(-1)
+    return weights.masked_fill(no_keys.unsqueeze(1) | of_mask.no_queries.unsqueeze(2), 0.0)
 
 
 def _all_heads(x: Tensor, num_heads: int) -> Tensor:

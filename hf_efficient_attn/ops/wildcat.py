@@ -4,12 +4,14 @@ With Nystrom weights (`regularized_solve`), a coreset approximates the kernel ex
 `hf_efficient_attn.methods.wildcat` explains the quantities (Schroeder, Mackey, ICML 2026).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.backends.devices import in_float64
+from hf_efficient_attn.ops.backends.devices import in_float64, precise_dtype
 from hf_efficient_attn.ops.clusters import RIDGE, gaussian_kernel, regularized_solve, with_ones
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -21,9 +23,28 @@ LEAST_LOGIT = 1e-3
 LEAST_DENOMINATOR = 1e-6
 
 
+# The range of float16.
+_LARGEST_HALF = 6e4
+
+
+class Coreset(NamedTuple):
+    """A coreset of m keys.
+
+    Attributes:
+        keys: (BH, m, D), centered, in the accumulation dtype.
+        kernel_scale: (BH, 1, 1), from `kernel_scale_of`.
+        mean: (BH, 1, D), the mean of all keys.
+    """
+
+    keys: Tensor
+    kernel_scale: Tensor
+    mean: Tensor
+
+
 def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
     """Compute beta / tau^2 of every head, (BH, 1, 1), for queries (BH, Nq, D) and centered keys (BH, C, D)."""
-    largest_query, largest_key = (torch.linalg.vector_norm(x, dim=2).amax(1)[:, None, None] for x in (query, points))
+    norms = (torch.linalg.vector_norm(x, dim=2, dtype=points.dtype) for x in (query, points))
+    largest_query, largest_key = (x.amax(1)[:, None, None] for x in norms)
     # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
     x = largest_query * (abs(scale) / RHO)
     kernel_scale = x.square() / (x * largest_key).clamp(min=LEAST_LOGIT / RHO)
@@ -32,16 +53,15 @@ def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
 
 
 def attend_to_coreset(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float, dropout_p: float
+    query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *, scale: float, dropout_p: float
 ) -> Tensor:
     """Compute attention to a coreset with Nystrom weights.
 
     Args:
         query: (BH, Nq, D).
-        key: (BH, Nk, D), centered.
+        key: (BH, Nk, D).
         value: (BH, Nk, Dv).
-        keys: (BH, m, D), the keys of the coreset.
-        kernel_scale: (BH, 1, 1), from `kernel_scale_of`.
+        coreset: the coreset.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight from the numerator.
 
@@ -50,9 +70,9 @@ def attend_to_coreset(
     """
     limit = 1.0 / (1.0 - dropout_p)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor) -> Tensor:
-        weighted, bias, middle, half = _weighted(key, value, keys, kernel_scale, drops=dropout_p > 0.0)
-        tensors = query[:, None], keys[:, None]
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset) -> Tensor:
+        weighted, bias, middle, half = _weighted(key, value, coreset, drops=dropout_p > 0.0)
+        tensors = query[:, None].to(weighted.dtype), coreset.keys[:, None]
         sums = attend(*tensors, weighted[:, None], bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
         numerator = sums[..., :-1]  # (BH, Nq, Dv)
         denominator = sums[..., -1:]  # (BH, Nq, 1)
@@ -62,12 +82,12 @@ def attend_to_coreset(
         ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
         return torch.addcmul(middle, ratio.clamp(-limit, limit), half)
 
-    size = slice_size(query.shape[1] * keys.shape[1] // 4, query.device)
-    return sliced(some_heads, query, key, value, keys, kernel_scale, size=size, draws=dropout_p > 0.0)
+    size = slice_size(query.shape[1] * coreset.keys.shape[1] // 4, query.device)
+    return sliced(some_heads, query, key, value, coreset, size=size, draws=dropout_p > 0.0)
 
 
-def _weighted(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, drops: bool) -> tuple[Tensor, ...]:
-    """Weigh the values by coreset keys (BH, m, D), for centered keys (BH, Nk, D).
+def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool) -> tuple[Tensor, ...]:
+    """Weigh the values by a coreset, for keys (BH, Nk, D).
 
     Numerator and denominator of the output are exp(scale q . k + bias) @ [values, ones].
 
@@ -75,20 +95,47 @@ def _weighted(key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *,
         (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1; the bias
         (BH, 1, 1, m); and `middle` and `half` (BH, 1, Dv), of the range of each feature of the values.
     """
+    keys, kernel_scale, mean = coreset
     # Sum the kernel's row of each coreset key over all keys: exp(lse) [out, 1].
-    rows = keys * kernel_scale  # (BH, m, D)
-    out, lse = (x[:, 0] for x in attend(rows[:, None], key[:, None], value[:, None], scale=1.0))  # (BH, m, Dv), (BH, m)
-    ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True)))  # (2, BH, 1, Dv)
+    if precise_dtype(key) == keys.dtype:
+        rows = (keys * kernel_scale)[:, None]  # (BH, 1, m, D)
+        out, lse = (x[:, 0] for x in attend(rows, (key - mean)[:, None], value[:, None].to(keys.dtype), scale=1.0))
+    else:
+        out, lse = _sums_in_float16(key, value, coreset)
+    ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True))).to(keys.dtype)  # (2, BH, 1, Dv)
     middle = 0.5 * (ends[1] + ends[0])
     half = 0.5 * (ends[1] - ends[0])
     if drops:  # outputs are between 0 and multiples of the values
         middle = torch.zeros_like(middle)
         half = ends.abs().amax(0)
     # If a feature is constant, its range is rounding.
-    finfo = torch.finfo(value.dtype)
+    finfo = torch.finfo(keys.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
     weighted, bias = _solved(keys, kernel_scale, lse, (out - middle) / unit)
-    return weighted.to(key.dtype), bias.view(len(key), 1, 1, -1).to(key.dtype), middle, half
+    return weighted.to(keys.dtype), bias.view(len(key), 1, 1, -1).to(keys.dtype), middle, half
+
+
+def _sums_in_float16(key: Tensor, value: Tensor, coreset: Coreset) -> tuple[Tensor, Tensor]:
+    """Compute out (BH, m, Dv) and lse (BH, m) by products in float16, which holds the keys and values exactly.
+
+    The rows are the sums of two numbers, for which there are two copies of each key.
+    """
+    keys, kernel_scale, mean = coreset
+    (key, key_unit), (value, unit) = _as_float16(key), _as_float16(value)
+    rows = keys * kernel_scale  # (BH, m, D)
+    exact = (rows * key_unit).clamp(-_LARGEST_HALF, _LARGEST_HALF)
+    high = exact.to(key.dtype)
+    pairs = torch.cat((high, (exact - high).to(key.dtype)), 2)  # (BH, m, 2 D)
+    out, lse = (x[:, 0] for x in attend(pairs[:, None], key.repeat(1, 1, 2)[:, None], value[:, None], scale=1.0))
+    # The softmax is that of the centered keys.
+    return out * unit, lse - (rows * mean).sum(2)
+
+
+def _as_float16(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return float16 numbers (BH, N, D) and the power of two (BH, 1, 1) by which they are smaller than bfloat16 x."""
+    largest = torch.linalg.vector_norm(x.detach(), torch.inf, (1, 2), keepdim=True, dtype=torch.float32)
+    unit = largest.clamp(min=2.0**-100).log2().ceil().exp2()
+    return (x * unit.reciprocal().to(x.dtype)).to(torch.float16), unit
 
 
 @in_float64
@@ -106,10 +153,10 @@ def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> 
     return weighted / size, size.log() + log_size
 
 
-def coreset_naive(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, kernel_scale: Tensor, *, scale: float
-) -> Tensor:
+def coreset_naive(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *, scale: float) -> Tensor:
     """Compute `attend_to_coreset` in the readable form for float64 inputs, with dense weights of all keys."""
+    keys, kernel_scale, mean = coreset
+    key = key - mean
     root = kernel_scale.sqrt()
     points = root * keys
     half_norm = 0.5 * (root * keys).square().sum(2, keepdim=True)  # (BH, m, 1)

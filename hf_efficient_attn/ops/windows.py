@@ -115,7 +115,9 @@ def window_partial(
     for first, last in ((0, low), (low, high), (high, num_blocks)):
         if first < last:
             is_inner = low < high and first == low
-            bias = in_window if is_inner else in_window.masked_fill(~valid[:, first:last, None], -torch.inf)
+            bias = in_window
+            if not is_inner:
+                bias = bias + mask_bias(valid[:, first:last, None], query.dtype).to(bias.dtype)
             own, own_keys, own_values = (
                 x if last - first == num_blocks else x[:, first:last] for x in (blocks, keys, values)
             )

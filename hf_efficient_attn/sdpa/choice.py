@@ -164,5 +164,4 @@ def _facts_of_mask(mask: Tensor) -> list[bool]:
     keys = valid[:, :1, -1:]  # (B, 1, 1, Nk), of the last query
     causal = keys & torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()  # (B, 1, Nq, Nk)
     only_masks = torch.ones_like(keys) if is_bool else valid | (mask <= _MASKED)
-    facts: list[bool] = torch.stack([x.all() for x in (only_masks, valid == keys, valid == causal)]).tolist()
-    return facts
+    return torch.stack([x.all() for x in (only_masks, valid == keys, valid == causal)]).tolist()

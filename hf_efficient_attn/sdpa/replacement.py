@@ -235,9 +235,8 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     weights = [given[f"{x}_proj_weight"] for x in "qkv"] if given["use_separate_proj_weight"] else weights.chunk(3)
     biases = [None] * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
     projected = map(F.linear, (query, key, value), weights, biases)  # (N, B, E)
-    query, key, value = (
-        x.unflatten(2, (given["num_heads"], -1)).permute(1, 2, 0, 3) for x in projected
-    )  # (B, H, N, D)
+    heads = given["num_heads"], -1
+    query, key, value = (x.unflatten(2, heads).permute(1, 2, 0, 3) for x in projected)  # (B, H, N, D)
     out = attention(
         replacement.config, query, key, value, attention_mask=choice.key_mask, is_causal=choice.is_causal,
         dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1][2],
@@ -262,7 +261,6 @@ def _count_in_graph(replacement: SDPAReplacement, query: Tensor, key: Tensor, re
 
 @tracing.replaced_in_graphs(_count_in_graph)
 def _count(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
-    shapes = ", ".join(
-        f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x in (("query", query), ("key", key))
-    )
+    tensors = {"query": query, "key": key}
+    shapes = ", ".join(f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x in tensors.items())
     replacement.counts[_running.modules[-1][1], shapes, _outcome(reason)] += 1

@@ -157,9 +157,8 @@ def modules_of(names: Iterable[str], *, without_imports: Collection[str] = ()) -
     root, texts, waiting = importlib.resources.files(_PACKAGE), dict[str, str](), [*names]
     while waiting:
         name = waiting.pop()
-        paths = [
-            path for end in (".py", "/__init__.py") if root.joinpath(path := name.replace(".", "/") + end).is_file()
-        ]
+        forms = (name.replace(".", "/") + end for end in (".py", "/__init__.py"))
+        paths = [path for path in forms if root.joinpath(path).is_file()]
         if not paths or paths[0] in texts:  # a name in a module and no module itself, or known already
             continue
         text = root.joinpath(paths[0]).read_text(encoding="utf-8")

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
-from transformers.modeling_utils import PreTrainedModel
-from transformers.trainer_callback import TrainerCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
-from transformers.training_args import TrainingArguments
 from transformers.utils import logging
 
 from hf_efficient_attn.conversion import convert
@@ -110,10 +108,9 @@ class UptrainingCallback(TrainerCallback):
         schedule.ends(state.max_steps)
         self._batches = self.distillation_batches
         if self._batches is None and schedule.distilled(state.global_step):
-            loader, size = kwargs["train_dataloader"], args.per_device_train_batch_size
-            self._batches = switch.training_batches(
-                loader.dataset, loader.collate_fn, size, args.process_index, args.world_size
-            )
+            loader = kwargs["train_dataloader"]
+            given = loader.dataset, loader.collate_fn, args.per_device_train_batch_size
+            self._batches = switch.training_batches(*given, args.process_index, args.world_size)
         if state.global_step:
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.

@@ -86,8 +86,7 @@ class TrainingData(ModelData):
 
     def stream(self, seed: int, skip: int = 0) -> Iterator[dict[str, Any]]:
         """The batches to learn from of this process in a random order, epoch after epoch, without the first `skip`."""
-        numbers = self.train[process_rank() :: world_size()]
-        return map(self.batch, islice(shuffled(numbers, seed), skip, None))
+        return map(self.batch, islice(shuffled(self.train[process_rank() :: world_size()], seed), skip, None))
 
     def digest(self, rows: int) -> str:
         """A number that other data hardly have: of the tokens of some inputs, or of their names and some pixels."""

@@ -19,17 +19,15 @@ from tqdm import tqdm
 
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.evaluation import defaults, timing
 from hf_efficient_attn.evaluation.data import Files
-from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
-from hf_efficient_attn.evaluation.timing import machine, memory_errors, use_device
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training import steps
+from hf_efficient_attn.training import finetuning, steps
 from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
-from hf_efficient_attn.training.finetuning import make_teacher, outputs_of
 from hf_efficient_attn.training.state import SavedState
 
 FORMAT = 1
@@ -111,9 +109,9 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
             "steps_done", "steps" (of both stages), "folder" (of the state) and "is_over" (whether the time was over).
     """
     check_drawing()
-    with memory_errors("give a smaller --batch-size or --length"):
+    with timing.memory_errors("give a smaller --batch-size or --length"):
         run = _CheckpointRun(plan, execution)
-        with use_device(run.model.device):
+        with timing.use_device(run.model.device):
             run.train()
         return run.write()
 
@@ -139,8 +137,8 @@ class _CheckpointRun:
         teacher = None
         if second is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage
-                outputs_of(trained, data.batch(data.held_out[0]), second.target)
-            teacher = make_teacher(trained, second)
+                finetuning.outputs_of(trained, data.batch(data.held_out[0]), second.target)
+            teacher = finetuning.make_teacher(trained, second)
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
         # The stages that have begun.
@@ -178,8 +176,8 @@ class _CheckpointRun:
         return {
             "format": FORMAT,
             "source": self._conversion.checked.title,
-            "attention": method_label(make_config(plan.method, **plan.hyperparameters)),
-            "machine": machine(self.model),
+            "attention": defaults.method_label(make_config(plan.method, **plan.hyperparameters)),
+            "machine": timing.machine(self.model),
             "data": {"name": data.name, **inputs},
             "tokens": data.tokens,
             "plan": plan.to_dict(),
@@ -278,12 +276,10 @@ class _CheckpointRun:
             "outputs": {when: _mean([error for *_, error in found]) for when, found in outputs.items()} or None,
             "history": self._record["history"],
         }
-
         report: dict[str, Any] = {"distillation": result}
         if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
-            add_files = partial(write_results, result, name="distillation", draw=_draw)
-            report |= self._conversion.write(add_files=add_files)
+            report |= self._conversion.write(add_files=partial(write_results, result, name="distillation", draw=_draw))
         is_kept = self._plan.options.finetuning is None
         if result["complete"] and is_kept:
             self._save(is_written=True)
@@ -310,12 +306,11 @@ def _noting_interruption() -> Iterator[threading.Event]:
             signal.signal(signal.SIGINT, before)
         noted.set()
 
-    if callable(before):  # not ignored
-        signal.signal(signal.SIGINT, note)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGINT, before)
+        if callable(before):  # not ignored
+            signal.signal(signal.SIGINT, note)
         yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _draw(result: Mapping[str, Any], path: pathlib.Path) -> None:

@@ -54,8 +54,7 @@ class UptrainingSchedule:
 
     def __init__(self, stages: "Iterable[Any] | UptrainingSchedule", total_steps: int | None = None) -> None:
         made: list[Stage] = []
-        given: Iterable[Any] = stages.stages if isinstance(stages, UptrainingSchedule) else stages
-        for entry in given:
+        for entry in stages.stages if isinstance(stages, UptrainingSchedule) else stages:
             made.append(_make_stage(entry, made[-1] if made else None))
         _check_ends([stage.end for stage in made])
         if made[0].distill:
@@ -74,8 +73,7 @@ class UptrainingSchedule:
 
         END is a share, a number of steps or "end". A text with spaces contains several stages. Others are refused.
         """
-        texts = stages.split() if isinstance(stages, str) else stages
-        return cls([_parse_stage(text) for text in texts], total_steps)
+        return cls(map(_parse_stage, stages.split() if isinstance(stages, str) else stages), total_steps)
 
     def ends(self, total_steps: int) -> list[int]:
         """The number of completed steps at which each stage ends, up to `total_steps`. Each stage must have a step."""
@@ -150,9 +148,7 @@ class UptrainingSchedule:
         if optimizer is None or step == 0:
             check_stages(model, self.stages)
         stage = self.stages[self.index(step) if step else 0]
-        if is_in_stage(model, stage):
-            return None
-        return switch_stage(model, optimizer, stage, step, batches, options)
+        return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step, batches, options)
 
 
 def _make_stage(given: Any, before: Stage | None) -> Stage:

@@ -144,10 +144,8 @@ class Training:
         self.step_number, (self._sum, self._least, self._best) = state["step"], state["window"]
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        schedule = self._schedule
-        for group, rate, share in zip(
-            self._optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
-        ):
+        schedule, groups = self._schedule, self._optimizer.param_groups
+        for group, rate, share in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
             group["lr"] = rate * share(schedule.last_epoch)
 
     @torch.no_grad()

@@ -16,9 +16,8 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,8 +36,7 @@ from hf_efficient_attn.training.distillation import Distillation, DistillationOp
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One attention and the point in training at which it ends."""
 
     attention: str  # the name of a method, or "sdpa" or another implementation of exact attention
@@ -117,21 +115,18 @@ def switch_stage(
     """
     inner = unwrap(model)
     roots = transformers_models(inner)
-    state, name, before = Snapshot(roots), roots[0].config._attn_implementation, dict(inner.named_parameters())
+    name, before = roots[0].config._attn_implementation, dict(inner.named_parameters())
     former: _Attention = {}
     for one in (one for root in roots for one in attention_modules(root)):
         learned = learned_of(one.module)
         former[one.module] = one.chosen, {} if learned is None else learned.tensors()
-    convert(inner, stage.settings or stage.attention)
-    try:
+    with Snapshot(roots):
+        convert(inner, stage.settings or stage.attention)
         carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
         distilled = None
         if stage.distill and batches is not None:
             teacher = functools.partial(_compute_as, former)
             distilled = _distill(inner, stage, batches, options or DistillationOptions(), (teacher, carried))
-    except BaseException:
-        state.restore()
-        raise
     after = dict(inner.named_parameters())
     kept = {id(p) for p in before.values()} & {id(p) for p in after.values()}
     record: dict[str, Any] = {

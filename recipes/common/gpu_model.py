@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from hf_efficient_attn.methods._shared import heads
 from hf_efficient_attn.ops import attend, exact
 from hf_efficient_attn.ops.backends import launches, products
-from hf_efficient_attn.ops.backends.backend import AttendCall, Backend, GatheredBackend, Partial, safe_row_max
+from hf_efficient_attn.ops.backends.backend import AttendCall, Backend, Partial, safe_row_max
 from recipes.common.kernel_costs import COSTS
 
 _ATEN = torch.ops.aten
@@ -69,6 +69,9 @@ class Machine(NamedTuple):
     triton_single: float = 45e12  # Triton kernels in float32, by three products in TF32
     depth: float = 8e-9  # products with few tiles of results: seconds for each term of a sum
     atomics: float = 30e9  # per second
+    # Of whole rows, by Triton kernels (not measured). FlashAttention-2 adds the gradients of queries so: on an H100
+    # 4.3e9 numbers within 19 ms (Shah et al. 2024, 16,384 tokens, 64 dimensions), besides everything else.
+    row_atomics: float = 200e9
     blocks: int = 132  # streaming multiprocessors
 
 
@@ -161,7 +164,7 @@ class Recorder(TorchDispatchMode):
         cost = COSTS[call.name](call)
         is_half = any(x.dtype in _HALF for x in call.arguments.values() if isinstance(x, Tensor))
         rate = (m.gathered if cost.gathers else m.contiguous) if is_half else m.triton_single
-        self.add(call.name, cost.moved, cost.flops, rate, cost.atomics / m.atomics, ops=2)
+        self.add(call.name, cost.moved, cost.flops, rate, cost.atomics / m.row_atomics, ops=2)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -275,6 +278,10 @@ class Recorder(TorchDispatchMode):
             moved += min(size_of(x), sum(map(size_of, outs))) - size_of(x)
         elif name == "_softmax" and n > 1024:
             moved += size_of(x)
+        if name in ("scatter_", "index_put_", "index_copy_", "index_fill_"):  # touch what is indexed only
+            index = next(y for y in tree_leaves(args[1:]) if isinstance(y, Tensor))
+            each = 1 if name == "scatter_" else x.numel() / max(1, x.shape[0])
+            moved += 2 * (index.numel() * each * x.element_size() - size_of(x))
         self.add(name, moved, least=least, ops=ops)
 
 
@@ -299,32 +306,12 @@ def sdpa(
 @contextlib.contextmanager
 def as_on_a_gpu(launch: Callable[[launches.Launch], None]) -> Iterator[None]:
     """Make the package take the branches of a GPU for meta tensors, with `launch` in place of Triton's launches."""
-
-    def gather(call: Any) -> Tensor:  # as Triton's kernel
-        index = call.gathered.key_index
-        query, key = call.query, call.key
-        out = call.value.new_empty(*query.shape[:2], call.value.shape[2])
-        tile = min(128, 1 << (call.gathered.block_q - 1).bit_length()) if query.element_size() == 2 else 64
-        rows = math.ceil(call.gathered.block_q / tile) * tile
-        moved = (
-            sum(map(size_of, (query, out, call.gathered.bias, index)))
-            + index.numel() * 2 * key.shape[2] * key.element_size()
-        )
-        rate = 110e12 if query.element_size() == 2 else 8e12
-        launch.__self__.add("triton_gather", moved, 4.0 * index.numel() * rows * key.shape[2], rate, ops=8)
-        return out
-
-    def applies(call: Any) -> bool:
-        return call.gathered.bias.shape[2] == 1 and call.query.dtype != torch.float64
-
-    gathered = GatheredBackend("triton", applies, gather)
     replaced = {
         (launches, "takes"): lambda *x: all(y.dtype != torch.float64 for y in x),
         (launches, "passes_check"): lambda *_: True,
         (launches, "launch"): launch,
         (exact, "scaled_dot_product_attention"): sdpa,
         (heads, "scaled_dot_product_attention"): sdpa,
-        (attend, "GATHERED_BACKENDS"): (gathered,),
         (torch, "autocast"): lambda *_, **__: contextlib.nullcontext(),  # knows no meta device
         (torch, "is_autocast_enabled"): lambda *_: False,
     }

@@ -131,7 +131,7 @@ def by_blocks(call: BlockCall) -> Partial:
 def test_longformer_by_block_attention(num_global, side, is_causal, monkeypatch):
     """The window and the global tokens are one call for all sequences, whatever their masks."""
     calls = []
-    backend = BlockBackend("dense", lambda call: True, lambda call: calls.append(0) or by_blocks(call))
+    backend = BlockBackend("dense", lambda call: True, lambda call: calls.append(0) or by_blocks(call), None)
     config = hea.LongformerConfig(window_size=6, global_tokens=num_global)
     given = inputs(batch=2, num_heads=2, q_len=80)
     call = {"attention_mask": None if side is None else padding_mask(side, 2, 80), "is_causal": is_causal}

@@ -24,7 +24,7 @@ def test_every_method_runs_on_the_branches_of_a_gpu(method, causal, backward, dt
         pytest.skip("has no causal form")
     call = roofline.make_call(make_config(method), 3000, dtype, causal=causal, backward=backward)
     row, recorder = roofline.predict(call, H100)
-    assert row["launches"] == len(recorder.operations) > 2
+    assert row["launches"] == len(recorder.operations) >= 1
     # At least the inputs are read and the output is written.
     assert row["gigabytes"] * 1e9 >= 4 * 16 * 3000 * 64 * (4 if dtype == "float32" else 2)
     host = H100.call + row["launches"] * H100.op

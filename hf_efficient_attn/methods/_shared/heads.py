@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
@@ -127,8 +127,8 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)  # (B, H, Nq, Dv)
-    some = mask.any(1)  # (B,)
-    return out if bool(some.all()) else out.masked_fill(~some[:, None, None, None], 0.0)
+    empty = ~mask.any(1)  # (B,)
+    return out.masked_fill(empty[:, None, None, None], 0.0) if may_hold(empty) else out
 
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -50,8 +50,7 @@ def linear(config: BigGANConfig, in_features: int, out_features: int, bias: bool
 
 def conv(config: BigGANConfig, in_channels: int, out_channels: int, kernel_size: int, bias: bool = True) -> nn.Conv2d:
     """Return a convolution that keeps height and width, with spectral norm if the config asks for it."""
-    padding = kernel_size // 2
-    return _normalized(config, nn.Conv2d(in_channels, out_channels, kernel_size, padding=padding, bias=bias))
+    return _normalized(config, nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=bias))
 
 
 def _normalized(config: BigGANConfig, module: LinearOrConv) -> LinearOrConv:

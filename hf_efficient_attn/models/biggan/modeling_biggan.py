@@ -3,6 +3,7 @@
 Brock, Donahue and Simonyan 2019, "Large Scale GAN Training for High Fidelity Natural Image Synthesis", appendix B.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -14,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 from tqdm import tqdm
+from transformers import GradientCheckpointingLayer, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
@@ -218,7 +218,6 @@ class BigGANModel(PreTrainedModel):
         check_positive("batch_size", batch_size)
         fillings = layers.rows_to_fill(truncations, self.config.n_stats)
         norms = [module for module in self.modules() if isinstance(module, BigGANBatchNorm)]
-        modes = {module: module.training for module in self.modules()}
         sizes = [len(part) for part in torch.arange(num_samples).split(batch_size)]
         moments: dict[BigGANBatchNorm, Tensor] = {}  # means of the input and of its square, (2, C), float64
 
@@ -227,30 +226,27 @@ class BigGANModel(PreTrainedModel):
             means = torch.stack((x.mean((0, 2, 3)), x.square().mean((0, 2, 3))))
             moments[norm] = moments.get(norm, 0) + means * (len(x) / num_samples)
 
-        # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
-        self.eval()
-        hooks = [norm.train().register_forward_pre_hook(add) for norm in norms]
-        total = len(fillings) * num_samples
-        try:
-            with tqdm(total=total, unit="img", desc="statistics", disable=None if progress else True) as bar:
-                for truncation, rows in fillings.items():
-                    moments.clear()
-                    generator = torch.Generator().manual_seed(seed)
-                    for size in sizes:
-                        noise_seed = int(torch.randint(2**31 - 1, (), generator=generator))
-                        # At truncation 0 all noise is 0.
-                        z = layers.truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed)
-                        labels = torch.randint(self.config.num_classes, (size,), generator=generator)
-                        self(z.to(self.device) * bool(truncation), labels.to(self.device), truncation or 1.0)
-                        bar.update(size)
-                    for norm, (mean, square) in moments.items():
-                        norm.running_means[rows] = mean.to(norm.running_means)
-                        norm.running_vars[rows] = (square - mean.square()).clamp(min=0.0).to(norm.running_vars)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for module, mode in modes.items():
-                module.training = mode
+        bar = tqdm(total=len(fillings) * num_samples, unit="img", desc="statistics", disable=None if progress else True)
+        with bar, contextlib.ExitStack() as stack:
+            for module in self.modules():
+                stack.callback(setattr, module, "training", module.training)
+            # Only the normalizations are in training mode, so that dropout and power iterations stay as they are.
+            self.eval()
+            for norm in norms:
+                stack.enter_context(norm.train().register_forward_pre_hook(add))
+            for truncation, rows in fillings.items():
+                moments.clear()
+                generator = torch.Generator().manual_seed(seed)
+                for size in sizes:
+                    noise_seed = int(torch.randint(2**31 - 1, (), generator=generator))
+                    # At truncation 0 all noise is 0.
+                    z = layers.truncated_noise(size, self.config.z_dim, truncation or 1.0, noise_seed)
+                    labels = torch.randint(self.config.num_classes, (size,), generator=generator)
+                    self(z.to(self.device) * bool(truncation), labels.to(self.device), truncation or 1.0)
+                    bar.update(size)
+                for norm, (mean, square) in moments.items():
+                    norm.running_means[rows] = mean.to(norm.running_means)
+                    norm.running_vars[rows] = (square - mean.square()).clamp(min=0.0).to(norm.running_vars)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -312,9 +308,8 @@ class BigGANModel(PreTrainedModel):
             known = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)
         if isinstance(known, BigGANConfig):
             key_mapping = {**layers.checkpoint_names(known.spectral_norm), **(key_mapping or {})}
-        return super().from_pretrained(
-            pretrained_model_name_or_path, *args, config=config, key_mapping=key_mapping, **kwargs
-        )
+        kwargs |= {"config": config, "key_mapping": key_mapping}
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
         """Save the model as in Transformers, under the names of this class whatever names it was loaded from."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GradientCheckpointingLayer, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.vit.modeling_vit import eager_attention_forward
 from transformers.utils.generic import can_return_tuple
@@ -148,8 +148,7 @@ class T2TViTEmbeddings(FrozenParameters):
         self.config = config
         self.tokens_to_token = T2TViTTokensToToken(config)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.hidden_size))
-        num_tokens = 1 + math.prod(config.grids()[-1])
-        self.position_embeddings = nn.Parameter(torch.empty(1, num_tokens, config.hidden_size))
+        self.position_embeddings = nn.Parameter(torch.empty(1, 1 + math.prod(config.grids()[-1]), config.hidden_size))
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **kwargs: Any) -> Tensor:

@@ -4,8 +4,16 @@
 a file with a `Backend`, and a line here before `products`, which takes every call.
 """
 
-from hf_efficient_attn.ops.backends import cpu, efficient, flash, flash_window, linear_attention, products, triton
-from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, GatheredBackend, LinearBackend
+from hf_efficient_attn.ops.backends import (
+    block_attention,
+    cpu,
+    efficient,
+    flash,
+    flash_window,
+    linear_attention,
+    products,
+)
+from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, LinearBackend
 
 BACKENDS: tuple[Backend, ...] = (
     cpu.BACKEND,
@@ -13,9 +21,7 @@ BACKENDS: tuple[Backend, ...] = (
     efficient.BACKEND,
     products.BACKEND,
 )
-# Where none applies, `gathered_attention` copies keys and values and calls `attend`.
-GATHERED_BACKENDS: tuple[GatheredBackend, ...] = (triton.BACKEND,) if triton.IS_INSTALLED else ()
 # Where none applies, `block_attention` returns None, and the caller computes the attention by `attend`.
-BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND,)
+BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND, block_attention.BACKEND)
 # Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.
 FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND,)

@@ -74,72 +74,24 @@ class Backend(NamedTuple):
     backward: Callable[[AttendCall, Partial, Tensor, Tensor | None, bool], Gradients] | None
 
 
-class GatheredKeys(NamedTuple):
-    """The indices of the keys of each of T blocks of queries.
-
-    Attributes:
-        key_index: int64 (BH, T, K).
-        bias: (BH, T, 1 or block_q, K), added to the scores.
-        block_q: the number of queries of a block.
-        query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
-    """
-
-    key_index: Tensor
-    bias: Tensor
-    block_q: int
-    query_order: Tensor | None = None
-
-
-class GatheredCall(NamedTuple):
-    """The arguments of `gathered_attention`, which documents them.
-
-    Attributes:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        gathered: the keys of each block of queries.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gathered: GatheredKeys
-    scale: float
-    dropout_p: float
-
-
-class GatheredBackend(NamedTuple):
-    """One way to compute `gathered_attention` without copies of the keys.
-
-    Attributes:
-        name: a name for messages and tests.
-        applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
-        attend: attend(call) returns the output (BH, Nq, Dv), by position of the queries. It is differentiable.
-    """
-
-    name: str
-    applies: Callable[[GatheredCall], bool]
-    attend: Callable[[GatheredCall], Tensor]
-
-
 class BlockKeys(NamedTuple):
     """The keys of each of T blocks of queries: a window or a range of keys, and a list of keys.
 
-    A query attends to all of them in one softmax. A listed key that is in the window of a query counts once.
+    A query attends to all of them in one softmax. Without ranges a listed key in the window of a query counts once.
 
     Attributes:
         block_q: the number of queries of a block.
         query_order: int64 (BH, Nq), the order in which the queries are cut into blocks, or None.
         window: (left, right), so that the query at position i attends to the keys at positions i - left .. i + right of
             its range, or of all keys if there is no range; or None.
-        start: int64 (BH, T), the first sorted index of the range of each block, or None.
+        start: int64 (BH, T), the first sorted index of the range of each block, or None. A window without ranges has no
+            orders.
         range_len: the number of keys of a range. Keys behind the last one do not exist.
         key_order: int64 (BH, Nk), the positions of the keys by sorted index, or None.
-        key_mask: bool (1 or BH, Nk), the valid keys of ranges and windows by position, or None.
-        listed: int64 (BH, T, M), the positions of the listed keys, or None.
+        key_mask: bool (1 or BH, Nk), the valid keys of ranges and windows, by sorted index, or None.
+        listed: int64 (BH, T, M), the positions of the listed keys, or None. No key of the range of a block is listed.
         log_weight: (BH, T, M), added to the scores of the listed keys; -inf for an unused entry.
+        num_listed: int64 (BH, T), the number of entries of each list from which on all are unused, or None.
         is_causal: whether a query attends to no listed key after its own position.
     """
 
@@ -152,6 +104,7 @@ class BlockKeys(NamedTuple):
     key_mask: Tensor | None = None
     listed: Tensor | None = None
     log_weight: Tensor | None = None
+    num_listed: Tensor | None = None
     is_causal: bool = False
 
 
@@ -181,13 +134,16 @@ class BlockBackend(NamedTuple):
     Attributes:
         name: a name for messages and tests.
         applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
-        attend: attend(call) returns the partial (BH, Nq, Dv) and (BH, Nq), by position of the queries. It is
-            differentiable in the tensors of the call and in `log_weight`.
+        forward: forward(call) returns the partial (BH, Nq, Dv) and (BH, Nq), by position of the queries, as that of
+            `Backend`.
+        backward: backward(call, partial, grad_out, grad_lse, with_log_weight) returns `Gradients`, with that of
+            `log_weight` as bias, as that of `Backend`.
     """
 
     name: str
     applies: Callable[[BlockCall], bool]
-    attend: Callable[[BlockCall], Partial]
+    forward: Callable[[BlockCall], Partial]
+    backward: Callable[[BlockCall, Partial, Tensor, Tensor | None, bool], Gradients]
 
 
 class FusedFeatures(NamedTuple):

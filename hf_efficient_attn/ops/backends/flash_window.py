@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends import flash
-from hf_efficient_attn.ops.backends.backend import AttendCall, BlockBackend, BlockCall, Partial
+from hf_efficient_attn.ops.backends.backend import AttendCall, BlockBackend, BlockCall, Gradients, Partial
 from hf_efficient_attn.ops.backends.fused import fused_backward, fused_forward, share_blocks, width_of
 
 _KERNEL = torch.ops.aten._flash_attention_forward  # of (B, N, H, D)
@@ -30,46 +30,37 @@ def _one_block(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout_
     return AttendCall(query[:, None], key[:, None], value[:, None], None, scale, dropout_p, False)  # (BH, 1, N, .)
 
 
-def _attend(call: BlockCall) -> Partial:
+def _window(call: BlockCall) -> dict[str, Any]:
     assert call.keys.window is not None
     left, right = (min(side, call.key.shape[1]) for side in call.keys.window)  # both ends are in the window
-    window = {"window_size_left": left, "window_size_right": right, "scale": call.scale}
-    return Partial(*_Window.apply(call.query, call.key, call.value, window))  # type: ignore[no-untyped-call]
+    return {"window_size_left": left, "window_size_right": right, "scale": call.scale}
 
 
-class _Window(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, window: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        def kernel(*tensors: Tensor) -> tuple[Tensor, Tensor]:  # (BH, 1, N, .) each
-            lengths = tensors[0].shape[2], tensors[1].shape[2]
-            given = (*(x.transpose(1, 2) for x in tensors), None, None, *lengths, 0.0, False, False)
-            out, lse = _KERNEL(*given, **window)[:2]
-            return out.transpose(1, 2), lse
+def _forward(call: BlockCall) -> Partial:
+    def kernel(*tensors: Tensor) -> tuple[Tensor, Tensor]:  # (BH, 1, N, .) each
+        lengths = tensors[0].shape[2], tensors[1].shape[2]
+        given = (*(x.transpose(1, 2) for x in tensors), None, None, *lengths, 0.0, False, False)
+        out, lse = _KERNEL(*given, **_window(call))[:2]
+        return out.transpose(1, 2), lse
 
-        out, lse = (x[:, 0] for x in fused_forward(_one_block(query, key, value, window["scale"]), kernel))
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.window = window
-        ctx.set_materialize_grads(False)  # the backward computes less without a gradient of the lse
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-
-        def kernel(
-            grad: Tensor, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, _: Tensor | None
-        ) -> list[Tensor]:
-            lengths = inputs[0].shape[2], inputs[1].shape[2]
-            tensors = [x.transpose(1, 2) for x in (grad, *inputs, out)]
-            given = (*tensors, lse, None, None, *lengths, 0.0, False, *flash.no_dropout(grad))
-            return [x.transpose(1, 2) for x in _KERNEL_BACKWARD(*given, **ctx.window)[:3]]
-
-        call = _one_block(query, key, value, ctx.window["scale"])
-        partial = Partial(out[:, None], lse[:, None])
-        grad_out = torch.zeros_like(partial.out) if grad_out is None else grad_out[:, None]
-        grad_lse = None if grad_lse is None else grad_lse[:, None]
-        found = fused_backward(call, partial, grad_out, grad_lse, False, query.dtype, None, share_blocks, kernel)
-        return found.query[:, 0], found.key[:, 0], found.value[:, 0], None
+    return Partial(*(x[:, 0] for x in fused_forward(_one_block(*call[:3], call.scale), kernel)))
 
 
-BACKEND = BlockBackend("flash window", _applies, _attend)
+def _backward(
+    call: BlockCall, partial: Partial, grad_out: Tensor, grad_lse: Tensor | None, with_log_weight: bool
+) -> Gradients:
+    def kernel(grad: Tensor, inputs: tuple[Tensor, ...], out: Tensor, lse: Tensor, _: Tensor | None) -> list[Tensor]:
+        lengths = inputs[0].shape[2], inputs[1].shape[2]
+        tensors = [x.transpose(1, 2) for x in (grad, *inputs, out)]
+        given = (*tensors, lse, None, None, *lengths, 0.0, False, *flash.no_dropout(grad))
+        return [x.transpose(1, 2) for x in _KERNEL_BACKWARD(*given, **_window(call))[:3]]
+
+    inner = _one_block(*call[:3], call.scale)
+    of_lse = None if grad_lse is None else grad_lse[:, None]
+    whole = Partial(*(x[:, None] for x in partial))
+    dtype = call.query.dtype
+    found = fused_backward(inner, whole, grad_out[:, None], of_lse, False, dtype, None, share_blocks, kernel)
+    return Gradients(found.query[:, 0], found.key[:, 0], found.value[:, 0], None)
+
+
+BACKEND = BlockBackend("flash window", _applies, _forward, _backward)

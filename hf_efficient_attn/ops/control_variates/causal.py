@@ -14,7 +14,7 @@ from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.control_variates.chunks import ChunkOptions, Maps, chunk_means, summarize
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks
-from hf_efficient_attn.ops.sampled_keys.causal import sampled_intervals
+from hf_efficient_attn.ops.sampled_keys.intervals import sampled_intervals
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 

@@ -23,10 +23,12 @@ from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.exact import bias_between, bias_of
 from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.bidirectional import (
-    LEAST_SHARE,
     compute_probes,
     correct_by_probes,
     correct_by_probes_naive,
+)
+from hf_efficient_attn.ops.nearfar.groups import (
+    LEAST_SHARE,
     replace_counted,
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
@@ -34,6 +36,7 @@ from hf_efficient_attn.ops.nearfar.landmarks import (
     Represented,
     choose_landmarks,
     landmarks_naive,
+    means_and_logs,
     represent,
     scores_naive,
 )
@@ -129,8 +132,9 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
         blocks = pad_to_blocks(query, window.block_q)  # (BH, T, block_q, D)
         position = pad_to_blocks(bias.query_position.unsqueeze(2), window.block_q).squeeze(3)  # (BH, T, block_q)
         own = mean.index_select(1, window.middle // size)  # (BH, T, m)
-        far_bias = (keys.bias[:, None] + own).unsqueeze(2)  # (BH, T, 1, m)
-        far = attend(blocks, center[:, None], keys.value[:, None], far_bias, **call)
+        means, log_weight = means_and_logs(keys.sums, keys.total)  # (BH, m, .)
+        far_bias = (log_weight[:, None] + own).unsqueeze(2)  # (BH, T, 1, m)
+        far = attend(blocks, center[:, None], means[:, None], far_bias, **call)
         near_key, near_value = (x[:, window.key_index] for x in (key, value))  # (BH, T, w, .)
         near_bias = bias_between(bias.table, position, bias.key_position[:, window.key_index])  # (BH, T, block_q, w)
         exact = attend(blocks, near_key, near_value, near_bias, **call)

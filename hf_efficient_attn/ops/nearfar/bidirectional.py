@@ -21,7 +21,6 @@ so the output is a convex combination of values.
   miss. On activations of BERT this lowers the error by a quarter.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,40 +28,46 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import Partial, attend
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, with_ones
-from hf_efficient_attn.ops.index import integers, take
-from hf_efficient_attn.ops.nearfar.landmarks import (
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
+from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, weighted_sums, with_ones
+from hf_efficient_attn.ops.index import take
+from hf_efficient_attn.ops.nearfar.groups import (
+    LEAST_SHARE,
+    CountedKeys,
     Groups,
-    Landmarks,
-    NearFarOptions,
-    Represented,
-    choose_landmarks,
     directions,
     find_near_keys,
     group_queries,
+    near_attention,
+    replace_counted,
+)
+from hf_efficient_attn.ops.nearfar.landmarks import (
+    NearFarOptions,
+    choose_landmarks,
+    key_weights,
     landmarks_naive,
+    means_and_logs,
     represent,
     scores_naive,
 )
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.slices import selects_heads, slice_size, sliced
 
-# If the near keys leave less than this share of a query's weights on the landmarks, what is left is rounding, and the
-# query attends to its near keys only.
-LEAST_SHARE = 1e-3
 # The ridge of the linear correction, its largest feature, and a small number that is added to the variance of a
 # feature. A probe counts less if it misses more than `MAX_MISSING` times the median.
 LINEAR_RIDGE = 30.0
 MAX_FEATURE = 4.0
 LEAST_VARIANCE = 1e-12
 MAX_MISSING = 3.0
-# Slices may be larger by this factor than other slices, 32 MiB on a CPU: many small operations take longer than few
+# Slices may be larger by this factor than other slices, 16 MiB on a CPU: many small operations take longer than few
 # large ones.
-_LARGER_SLICES = 8
+_LARGER_SLICES = 4
 
 
 def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFarOptions) -> Tensor:
     """Compute the bidirectional form.
+
+    Landmarks and near keys are chosen in the accumulation dtype. Products of queries, keys and values run in the dtype
+    of the tensors.
 
     Args:
         query: (BH, Nq, D).
@@ -71,61 +76,71 @@ def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFa
         options: how landmarks and near keys are chosen.
 
     Returns:
-        (BH, Nq, Dv) in the accumulation dtype.
+        (BH, Nq, Dv).
     """
-    query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
-    key = key - key.mean(1, keepdim=True)
-    landmarks = choose_landmarks(query, key, options)
-    represented = represent(key, value, landmarks)
-    far = _attend_to_landmarks(query, landmarks, represented, options)
     probes = compute_probes(query, key, value, options) if options.num_probes else None
-    heads = _heads_with_near_keys(far.out, probes, options)
-    out = far.out
-    if heads is not None:
-        keys = CountedKeys(key, value, landmarks.key, represented.landmark, represented.key_bias)
-        if len(heads) == len(query):
-            out = _with_near_keys(query, keys, far, options)
-        else:
-            some_query, some_out, some_lse = (x.index_select(0, heads) for x in (query, *far))
-            some_keys = CountedKeys(*(x.index_select(0, heads) for x in keys))
-            out = out.index_copy(0, heads, _with_near_keys(some_query, some_keys, Partial(some_out, some_lse), options))
+    centered = key - key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
+    landmarks = choose_landmarks(query, centered, options)
+    keys = _Keys(centered, value, landmarks.key, *represent(centered, value, landmarks))
+    out = _attend(query, keys, _heads_with_near_keys(query, keys, probes, options), options)
     return out if probes is None else correct_by_probes(query, out, probes)
 
 
-class CountedKeys(NamedTuple):
-    """Keys, and what landmarks count for them.
+class _Keys(NamedTuple):
+    """Keys, and the landmarks that represent them.
 
     Attributes:
-        key: (BH, Nk, D).
+        key: (BH, Nk, D), centered.
         value: (BH, Nk, Dv).
         center: (BH, m, D), the keys of the landmarks.
-        landmark: int64 (BH, Nk), the landmark of each key.
-        key_bias: (BH, Nk), the log of each key's weight on its landmark.
+        sums, total, landmark, key_bias: see `Represented`.
     """
 
     key: Tensor
     value: Tensor
     center: Tensor
+    sums: Tensor
+    total: Tensor
     landmark: Tensor
     key_bias: Tensor
 
 
-def _attend_to_landmarks(query: Tensor, landmarks: Landmarks, keys: Represented, options: NearFarOptions) -> Partial:
-    """Compute attention to the landmarks: out (BH, Nq, Dv) and lse (BH, Nq, 1)."""
-    bias = keys.bias.view(len(query), 1, 1, -1)  # (BH, 1, 1, m)
-    tensors = query[:, None], landmarks.key[:, None], keys.value[:, None], bias
-    out, lse = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p)  # (BH, 1, Nq, Dv), (BH, 1, Nq)
-    return Partial(out[:, 0], lse.mT)
+def _attend(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
+    """Compute attention before the correction, for the heads with near keys, bool (BH,), or None: (BH, Nq, Dv)."""
+    if has_near is None:
+        return _attend_to_landmarks(query, keys, options).out
+    if not selects_heads(query.device):
+        return _attend_with_near_keys(query, keys, has_near, options)
+    some, others = (x.nonzero()[:, 0] for x in (has_near, ~has_near))
+    if not len(others):
+        return _attend_with_near_keys(query, keys, None, options)
+    if not len(some):
+        return _attend_to_landmarks(query, keys, options).out
+    of_some, of_others = ((query[i], _Keys(*(x[i] for x in keys))) for i in (some, others))
+    outs = _attend_with_near_keys(*of_some, None, options), _attend_to_landmarks(*of_others, options).out
+    return torch.cat(outs).index_select(0, torch.cat((some, others)).argsort())
 
 
-def _heads_with_near_keys(out: Tensor, probes: "Probes | None", options: NearFarOptions) -> Tensor | None:
-    """Choose the heads with near keys by attention to the landmarks (BH, Nq, Dv): int64, or None for no head."""
+def _attend_to_landmarks(query: Tensor, keys: _Keys, options: NearFarOptions) -> Partial:
+    """Compute attention to the landmarks of all keys: out (BH, Nq, Dv) and lse (BH, Nq)."""
+    value, log_weight = means_and_logs(keys.sums, keys.total)
+    tensors = query[:, None], keys.center.to(query.dtype)[:, None], value.to(query.dtype)[:, None]
+    partial = attend(*tensors, log_weight[:, None, None], scale=options.scale, dropout_p=options.dropout_p)
+    return Partial(partial.out[:, 0], partial.lse[:, 0])
+
+
+@torch.no_grad()
+def _heads_with_near_keys(
+    query: Tensor, keys: _Keys, probes: "Probes | None", options: NearFarOptions
+) -> Tensor | None:
+    """Choose the heads with near keys: bool (BH,), or None for no head."""
     if not options.block_size or options.near_share >= 1.0:
         return None
     if probes is None or options.near_share <= 0.0:
-        return integers(len(out), out.device)
-    heads = (_missed_share(out, probes) > options.near_share).nonzero()[:, 0]
-    return heads if len(heads) else None
+        return torch.ones_like(keys.key[:, 0, 0], dtype=torch.bool)
+    rows = query.index_select(1, probes.position)
+    out = _attend_to_landmarks(rows, keys, options._replace(dropout_p=0.0)).out
+    return _missed_share(out, probes) > options.near_share
 
 
 class Probes(NamedTuple):
@@ -133,7 +148,7 @@ class Probes(NamedTuple):
 
     Attributes:
         position: int64 (P,), the positions of the probes.
-        out: (BH, P, Dv), the exact output of the probes.
+        out: (BH, P, Dv), the exact output of the probes, in the accumulation dtype.
         size, middle: (BH, 1, D), factor and offset that standardize a query.
         basis: (BH, P, D + 1), features of the probes, and 1.
         solve: (BH, D + 1, P), maps what the probes miss to the coefficients of the correction.
@@ -167,27 +182,28 @@ def compute_probes(
     rows = query.index_select(1, position)  # (BH, P, D)
     bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
+    rows, out = (x.to(accumulation_dtype(x.dtype)) for x in (rows, out))
     variance, mean = torch.var_mean(rows, 1, keepdim=True, correction=0)  # (BH, 1, D) each
     size = (variance + LEAST_VARIANCE).rsqrt()
     middle = -mean * size
-    basis = _features(rows, size, middle)  # (BH, P, D + 1)
+    basis = with_ones(_features(rows, size, middle))  # (BH, P, D + 1)
     solve = regularized_solve(torch.bmm(basis.mT, basis), basis.mT, LINEAR_RIDGE)  # (BH, D + 1, P)
     return Probes(position, out, size, middle, basis, solve)
 
 
 def _features(query: Tensor, size: Tensor, middle: Tensor) -> Tensor:
-    """Standardize queries and append 1: (BH, N, D + 1)."""
+    """Standardize queries: (BH, N, D)."""
     # The limit prevents extrapolation to a query that is unlike all probes.
-    return with_ones(torch.addcmul(middle, query, size).clamp(-MAX_FEATURE, MAX_FEATURE))
+    return torch.addcmul(middle, query, size).clamp(-MAX_FEATURE, MAX_FEATURE)
 
 
 @torch.no_grad()
 def _missed_share(out: Tensor, probes: Probes) -> Tensor:
-    """Compute what each probe misses after a correction by the others, as a share of a head's exact output: (BH,).
+    """Compute what probes with outputs (BH, P, Dv) miss after a correction by the others, as a share of all: (BH,).
 
     This is the leave-one-out residual of ridge regression.
     """
-    missing = probes.out - out.index_select(1, probes.position)  # (BH, P, Dv)
+    missing = probes.out - out  # (BH, P, Dv)
     left = missing - torch.bmm(probes.basis, torch.bmm(probes.solve, missing))  # (BH, P, Dv)
     left = left / (1.0 - (probes.basis * probes.solve.mT).sum(2, keepdim=True))
     share: Tensor = torch.linalg.vector_norm(left, dim=(1, 2)) / torch.linalg.vector_norm(probes.out, dim=(1, 2))
@@ -198,7 +214,11 @@ def correct_by_probes(query: Tensor, out: Tensor, probes: Probes) -> Tensor:
     """Add what the outputs of the probes miss, as a linear function of the query: (BH, Nq, Dv)."""
     missing = probes.out - out.index_select(1, probes.position)
     factor = torch.bmm(probes.solve, missing * _weight_of_probes(missing))  # (BH, D + 1, P) @ (BH, P, Dv)
-    return torch.baddbmm(out, _features(query, probes.size, probes.middle), factor)
+    dtype = product_dtype(query) if out.dtype.itemsize == 2 else out.dtype
+    query, size, middle, factor = (x.to(dtype) for x in (query, probes.size, probes.middle, factor))
+    # (BH, Nq, D) @ (BH, D, Dv)
+    correction = torch.baddbmm(factor[:, -1:], _features(query, size, middle), factor[:, :-1])
+    return correction.add_(out)
 
 
 def _weight_of_probes(missing: Tensor) -> Tensor:
@@ -210,60 +230,74 @@ def _weight_of_probes(missing: Tensor) -> Tensor:
     return weight
 
 
-def _with_near_keys(query: Tensor, keys: CountedKeys, far: Partial, options: NearFarOptions) -> Tensor:
-    """Replace what landmarks count for near keys by exact attention: (BH, Nq, Dv)."""
-    groups = group_queries(torch.bmm(query, directions(keys.key)), options.num_groups)
+def _attend_with_near_keys(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
+    """Compute attention to near keys and to the landmarks of all other keys: (BH, Nq, Dv).
 
-    def some_heads(groups: Groups, query: Tensor, keys: CountedKeys, far: Partial) -> Tensor:
-        queries = take(query, groups.query)  # (BH, G, b, D)
-        near = find_near_keys(queries.mean(2), keys.key, options.block_size, options.scale)  # (BH, G, w)
-        exact, counted = near_attention(queries, groups.slot, near, keys, options.scale, options.dropout_p)
-        return replace_counted(far, counted, exact)
+    Without near keys are the heads for which `has_near`, bool (BH,), is False.
+    """
+    groups = group_queries(torch.bmm(query.to(keys.key.dtype), directions(keys.key)), options.num_groups)
+    columns = (options.block_size + options.num_samples) * max(query.shape[2], keys.value.shape[2])
+    size = slice_size(max(columns, keys.key.shape[1]) // _LARGER_SLICES, query.device)
 
-    # The near keys of all groups, and the scores of all keys for the means of the groups.
-    _, kv_len, head_dim = keys.key.shape
-    numel = groups.query.shape[1] * max(options.block_size * max(head_dim, keys.value.shape[2]), kv_len)
-    size = slice_size(numel // _LARGER_SLICES, query.device)
-    return sliced(some_heads, groups, query, keys, far, size=size, draws=options.dropout_p > 0.0)
+    def some_heads(groups: Groups, query: Tensor, keys: _Keys, has_near: Tensor | None) -> Tensor:
+        def some_groups(group: Tensor) -> Tensor:  # (BH, G, b)
+            return _attend_in_groups(take(query, group), keys, has_near, options)  # (BH, G, b, Dv)
+
+        draws = options.dropout_p > 0.0
+        out = sliced(some_groups, groups.query, size=max(1, size // len(query)), dim=1, draws=draws)
+        return take(out.flatten(1, 2), groups.slot)
+
+    # What autograd keeps of groups is little, because slices of them are computed again.
+    return sliced(
+        some_heads, groups, query, keys, has_near, size=max(1, size // groups.query.shape[1]), recompute=False
+    )
 
 
-def near_attention(
-    queries: Tensor, slot: Tensor, near: Tensor, keys: CountedKeys, scale: float, dropout_p: float
-) -> tuple[Partial, Partial]:
-    """Compute attention to near keys, exactly and as the landmarks count it.
+def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
+    """Compute `_attend_with_near_keys` for queries (BH, G, b, D) in groups: (BH, G, b, Dv).
 
-    Args:
-        queries: (BH, G, b, D), in groups.
-        slot: int64 (BH, Nq), the place of each query in the groups.
-        near: int64 (BH, G, w), the keys of each group.
-        keys: the keys, and what landmarks count for them.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
+    Each group has landmarks of its own without its near keys. If there are more landmarks than near keys, attention to
+    near keys as the landmarks count them costs less. In half precision its difference would be rounding.
+    """
+    mean = queries.mean(2, dtype=keys.key.dtype)
+    near = find_near_keys(mean, keys.key, options.block_size, options.scale)  # (BH, G, w)
+    call = {"scale": options.scale, "dropout_p": options.dropout_p}
+    if options.num_samples > options.block_size and queries.dtype.itemsize > 2:
+        far = _attend_to_landmarks(queries.flatten(1, 2), keys, options)
+        counts = CountedKeys(keys.key, keys.value, keys.center, keys.landmark, keys.key_bias)
+        parts = [Partial(x.out.flatten(1, 2), x.lse.flatten(1)) for x in near_attention(queries, near, counts, **call)]
+        if has_near is not None:
+            parts = [Partial(x.out, x.lse.masked_fill(~has_near[:, None], -torch.inf)) for x in parts]
+        exact, counted, far = (Partial(x.out, x.lse.unsqueeze(2)) for x in (*parts, far))
+        return replace_counted(far, counted, exact).view(*queries.shape[:3], -1).to(queries.dtype)
+    near_value = take(keys.value, near)
+    sums, total, near_bias = _without(keys, near, near_value, has_near)
+    value, log_weight = means_and_logs(sums, total, LEAST_SHARE * keys.total.unsqueeze(1))  # (BH, G, m, .), (BH, G, m)
+    center = keys.center.to(queries.dtype).unsqueeze(1).expand(-1, near.shape[1], -1, -1)
+    key = torch.cat((take(keys.key, near).to(queries.dtype), center), 2)  # (BH, G, w + m, D)
+    value = torch.cat((near_value, value.to(near_value.dtype)), 2)
+    bias = torch.cat((near_bias, log_weight), 2).unsqueeze(2)  # (BH, G, 1, w + m)
+    return attend(queries, key, value, bias, **call).out
+
+
+def _without(keys: _Keys, near: Tensor, value: Tensor, has_near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract the near keys (BH, G, w) of groups, with values (BH, G, w, Dv), from what landmarks represent.
 
     Returns:
-        Partials of out (BH, Nq, Dv) and lse (BH, Nq, 1).
+        The sums (BH, G, m, Dv) and weights (BH, G, m) that are left, and the bias (BH, G, w) of the near keys.
     """
-    key, value, center, landmark, key_bias = keys
-    flat = near.flatten(1)  # (BH, G * w)
-    own, bias = (x.gather(1, flat).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
-    near_key = take(key, near)  # (BH, G, w, D), (BH, G, w, Dv)
-    values = take(value, near)
-    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)  # out (BH, G, b, Dv), lse (BH, G, b)
-    counted = attend(queries, take(center, own), values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-    parts = torch.cat((exact.out, counted.out, torch.stack((exact.lse, counted.lse), 3)), 3)  # (BH, G, b, 2 Dv + 2)
-    outs = take(parts.flatten(1, 2), slot).split((value.shape[2], value.shape[2], 1, 1), 2)  # (BH, Nq, .) each
-    return Partial(outs[0], outs[2]), Partial(outs[1], outs[3])
-
-
-def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Tensor:
-    """Remove `counted`, a part of `far`, and add `exact`; each is out (..., Nq, Dv) and lse (..., Nq, 1)."""
-    with torch.no_grad():
-        ref = torch.maximum(far.lse, exact.lse)
-    of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))  # (..., Nq, 1) each
-    total = of_far - of_counted + of_exact  # (..., Nq, 1)
-    is_rounding = total <= LEAST_SHARE * of_far
-    sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
-    return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
+    own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (keys.landmark, keys.key_bias))
+    weight = key_weights(bias)
+    near_bias = torch.zeros_like(bias)
+    if has_near is not None:
+        weight = torch.where(has_near[:, None, None], weight, 0.0)
+        near_bias = near_bias.masked_fill(~has_near[:, None, None], -torch.inf)
+    own, value, weight = (x.flatten(0, 1) for x in (own, value, weight))
+    counted = weighted_sums(own, value, weight, keys.sums.shape[1])
+    sums, total = (
+        x.unsqueeze(1) - y.unflatten(0, near.shape[:2]) for x, y in zip((keys.sums, keys.total), counted, strict=True)
+    )
+    return sums, total, near_bias
 
 
 def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOptions) -> Tensor:
@@ -272,22 +306,22 @@ def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOpt
     These choices are the keys that clusters begin with, the clusters, the landmark of each key, the heads with near
     keys, the groups of their queries and the near keys of each group.
     """
-    dtype = accumulation_dtype(key.dtype)
     with torch.no_grad():
-        q, k, v = (x.to(dtype) for x in (query, key, value))
-        k = k - k.mean(1, keepdim=True)
-        landmarks = choose_landmarks(q, k, options)
-        represented = represent(k, v, landmarks)
-        probes = compute_probes(q, k, v, options) if options.num_probes else None
-        with_near = _heads_with_near_keys(_attend_to_landmarks(q, landmarks, represented, options).out, probes, options)
+        q = query.to(accumulation_dtype(query.dtype))
+        k = key - key.mean(1, keepdim=True, dtype=q.dtype)
+        landmarks = choose_landmarks(query, k, options)
+        represented = represent(k, value, landmarks)
+        probes = compute_probes(query, key, value, options) if options.num_probes else None
+        keys = _Keys(k, value, landmarks.key, *represented)
+        has_near = _heads_with_near_keys(query, keys, probes, options)
         near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)  # (BH, Nq, Nk)
-        for head in [] if with_near is None else with_near.tolist():
+        for head in [] if has_near is None else has_near.nonzero()[:, 0].tolist():
             own = q[head, None], k[head, None]
             groups = group_queries(own[0] @ directions(own[1]), options.num_groups)
             means = take(own[0], groups.query).mean(2)  # (1, G, D)
-            keys = find_near_keys(means, own[1], options.block_size, options.scale)[0]  # (G, w)
+            found = find_near_keys(means, own[1], options.block_size, options.scale)[0]  # (G, w)
             group = groups.slot[0] // groups.query.shape[2]  # (Nq,)
-            near[head] = near[head].scatter(1, keys[group], True)
+            near[head] = near[head].scatter(1, found[group], True)
     tensors = query.double(), key.double(), value.double(), landmarks.choice, represented.landmark, near
     return torch.stack([_naive_head(head[:3], head[3:], options) for head in zip(*tensors, strict=True)])
 
@@ -298,11 +332,13 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     key = key - key.mean(0)
     c, tilt = landmarks_naive(query, key, choice, options)  # (m, D), (D,)
     exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)  # (Nq, Nk) each
-    scores = torch.where(near, exact, of_landmarks)  # (Nq, Nk)
-    out = scores.softmax(1) @ value
-    rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= math.log(LEAST_SHARE)
-    only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ value
-    return correct_by_probes_naive(query, torch.where(rounding[:, None], only_near, out), exact, value, options)
+    # Landmarks that represent near keys only do not count.
+    is_own = torch.nn.functional.one_hot(landmark, len(c)).double()  # (Nk, m)
+    weight = (of_landmarks[0] - options.scale * c[landmark] @ query[0]).exp()  # (Nk,), on landmarks
+    left = torch.where(near, 0.0, weight) @ is_own  # (Nq, m)
+    is_rounding = (left <= LEAST_SHARE * weight @ is_own)[:, landmark]  # (Nq, Nk)
+    scores = torch.where(near, exact, of_landmarks.masked_fill(is_rounding, -torch.inf))
+    return correct_by_probes_naive(query, scores.softmax(1) @ value, exact, value, options)
 
 
 def correct_by_probes_naive(

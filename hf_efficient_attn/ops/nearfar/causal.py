@@ -21,29 +21,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
+from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions, nearest
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.features.maps import EMPTY
-from hf_efficient_attn.ops.features.sums import FeatureState, others
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, inverse, pad_to_blocks, take
-from hf_efficient_attn.ops.nearfar.bidirectional import (
+from hf_efficient_attn.ops.nearfar.groups import (
     LEAST_SHARE,
     CountedKeys,
+    Groups,
+    directions,
+    group_queries,
     near_attention,
     replace_counted,
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
-    Groups,
     NearFarOptions,
     choose_landmarks,
-    directions,
-    group_queries,
     landmarks_naive,
+    means_and_logs,
     represent,
     scores_naive,
 )
@@ -171,7 +169,7 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
     segment = ((integers(last, key.device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)  # (last,)
     keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
     # (BH, T, m, Dv), (BH, T, m)
-    values, bias = _running(*(x.unflatten(1, (num_blocks, -1)) for x in (keys.value, keys.bias)))
+    values, bias = means_and_logs(*(x.unflatten(1, (num_blocks, -1)).cumsum(1) for x in (keys.sums, keys.total)))
     blocks = pad_to_blocks(query[:, start:], size)  # (BH, T, size, D)
     centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, T, m, D)
     far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), **call), length)  # out (BH, L, Dv), lse (BH, L)
@@ -186,29 +184,13 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
         return merge(window, far).out
     groups, near = _near_keys(query, key, epoch, prefix, chosen)
     counts = CountedKeys(key, value, landmarks.key, keys.landmark, keys.key_bias)
-    exact, counted = near_attention(take(query[:, start:], groups.query), groups.slot, near, counts, **call)
-    near_field = merge(window, Partial(exact.out, exact.lse.squeeze(2)))
-    return replace_counted(*(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, counted, near_field)))
-
-
-def _running(value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Accumulate means of values (BH, T, m, Dv) and logs of weights (BH, T, m) over the segments up to each of T."""
-    batch_heads, num_segments, m = bias.shape
-    dim = value.shape[3]
-    if num_segments == 1:
-        return value, bias
-    # Sums of values and of weights, relative to powers of two without a gradient.
-    log = (bias.detach() * LOG2_E).clamp(min=EMPTY)
-    weight = (bias * LOG2_E - log).exp2().unsqueeze(3)  # (BH, T, m, 1)
-    state = torch.cat((value * weight, weight), 3).transpose(1, 2).flatten(0, 1), log.transpose(1, 2).flatten(0, 1)
-    # `others` adds up the segments before each one. With an empty one at the end, these are the sums up to each one.
-    state = others(FeatureState(pad(state[0], (0, 0, 0, 1)), pad(state[1], (0, 1), value=EMPTY)), earlier_only=True)
-    sums, log = (x[:, 1:].unflatten(0, (batch_heads, m)).transpose(1, 2) for x in state)
-    total = sums[..., dim]  # (BH, T, m)
-    empty = total == 0
-    total = total.masked_fill(empty, 1.0)
-    bias = (total.log() + log / LOG2_E).masked_fill(empty, -torch.inf)
-    return sums[..., :dim] / total.unsqueeze(3), bias
+    in_groups = near_attention(take(query[:, start:], groups.query), near, counts, **call)  # (BH, T, block_q, .)
+    columns = torch.cat([y for x in in_groups for y in (x.out, x.lse.unsqueeze(3))], 3).flatten(1, 2)
+    out, lse, *counted = take(columns, groups.slot).split((value.shape[2], 1) * 2, 2)  # (BH, L, .) each
+    near_field = merge(window, Partial(out, lse.squeeze(2)))
+    return replace_counted(
+        *(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, Partial(*counted), near_field))
+    )
 
 
 def _flat(blocks: Partial, length: int) -> Partial:

@@ -11,17 +11,17 @@ A `NearField` and a `FarField` are the plan of a call, which is computed without
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import GatheredKeys, gathered_attention
+from hf_efficient_attn.ops.attend import attend, block_attention, keeps_pairs, takes_blocks
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
-from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, valid_first
-from hf_efficient_attn.ops.sampled_keys.hashing import NearField, plan_lsh
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.sampled_keys.hashing import NearField, key_ranges, plan_lsh
 from hf_efficient_attn.ops.sampled_keys.sampling import (
     FarField,
     SamplingOptions,
@@ -168,7 +168,8 @@ def plan_near_field(
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
     near_of_window = near_keys(window, ranks)  # (BH, R, block_k) each
     near_of_lsh = near_keys(lsh, of_lsh)
-    outside = 1.0 - weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1)).sum(3)
+    inside = weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1))
+    outside = 1.0 - inside.sum(3, dtype=accumulation_dtype(query.dtype))  # (BH, R, 2)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
     if valid is not None:
         outside = outside.masked_fill(~valid.unsqueeze(2), 0.0)
@@ -263,8 +264,9 @@ def probe_norms(
     member = member.to(squares.dtype)
     factor = near.num_queries * groups
     # A quotient of integers would have float32.
-    weight = factor / num_rows if isinstance(factor, int) else (factor.to(member.dtype) / num_rows).unsqueeze(2)
-    return torch.bmm(member * weight, squares), group  # (BH, G, R) @ (BH, R, Nk) -> (BH, G, Nk)
+    norms = torch.bmm(member, squares).to(accumulation_dtype(squares.dtype))  # (BH, G, R) @ (BH, R, Nk)
+    weight = factor / num_rows if isinstance(factor, int) else (factor.to(norms.dtype) / num_rows).unsqueeze(2)
+    return norms.mul_(weight), group  # (BH, G, Nk)
 
 
 def sampling_scores(
@@ -318,13 +320,22 @@ def near_far_attention(
     Returns:
         (BH, Nq, Dv).
     """
-    table = options.table
-    dropout_p = options.dropout_p
-    near_index = near.start[:, :, None] + integers(near.block_k, query.device)  # (BH, T, block_k)
-    far_index = far.sorted_index.expand(-1, near_index.shape[1], -1)  # (BH, T, M)
+    call = {"scale": options.scale, "dropout_p": options.dropout_p}
+    first = near.start.unsqueeze(2)  # (BH, T, 1)
+    far_index = far.sorted_index.expand(-1, first.shape[1], -1)  # (BH, T, M)
     # An index lies in the near field if clamping it to the near field does not change it.
-    nearest = torch.clamp(far_index, near_index[..., :1], near_index[..., -1:])
+    nearest = torch.clamp(far_index, first, first + (near.block_k - 1))
     far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)  # (BH, T, M)
+    keys = key_ranges(near, key)
+    if far_index.shape[2]:
+        keys = keys._replace(listed=far_index, log_weight=far_bias)
+    if options.table is None and takes_blocks(query, key, value, keys, options.dropout_p):
+        if near.key_order is not None and keys.listed is not None:
+            keys = keys._replace(listed=near.key_order.gather(1, far_index.flatten(1)).view_as(far_index))
+        found = block_attention(query, key, value, keys, **call)
+        assert found is not None
+        return found.out
+    near_index = first + integers(near.block_k, query.device)  # (BH, T, block_k)
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
         near_bias.masked_fill_(near_index >= near.num_keys.unsqueeze(2), -torch.inf)
@@ -332,21 +343,39 @@ def near_far_attention(
     bias = torch.cat((near_bias, far_bias), 2)[:, :, None]  # (BH, T, 1, block_k + M)
     if near.key_order is not None:
         index = near.key_order.gather(1, index.flatten(1)).view_as(index)  # (BH, T, block_k + M)
+    return _gathered_attention(query, key, value, near, index, bias, options)
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, keys: GatheredKeys, table: Tensor | None) -> Tensor:
+
+def _gathered_attention(
+    query: Tensor, key: Tensor, value: Tensor, near: NearField, index: Tensor, bias: Tensor, options: SamplingOptions
+) -> Tensor:
+    """Compute attention of the blocks of queries to copies of their keys: (BH, Nq, Dv).
+
+    `index` (BH, T, K) has the positions of the keys, and `bias` (BH, T, 1, K) is added to the scores.
+    """
+    table = options.table
+    call = {"scale": options.scale, "dropout_p": options.dropout_p}
+    draws = options.dropout_p > 0.0
+
+    def some_heads(*given: Any) -> Tensor:
+        query, key, value, index, bias, order, table = given
         if table is not None:
-            order = keys.query_order
             position = integers(query.shape[1], query.device)[None] if order is None else order  # (1 or BH, Nq)
             position = pad_to_blocks(position.unsqueeze(2), near.block_q).squeeze(3)  # (1 or BH, T, block_q)
-            bias = keys.bias + bias_between(table, position, keys.key_index)  # (BH, T, block_q, block_k + M)
-            keys = keys._replace(bias=bias)
-        return gathered_attention(query, key, value, keys, scale=options.scale, dropout_p=dropout_p)
+            bias = bias + bias_between(table, position, index)  # (BH, T, block_q, block_k + M)
+        blocks = pad_to_blocks(query if order is None else take(query, order), near.block_q)  # (BH, T, block_q, D)
+        pairs = near.block_q if keeps_pairs(blocks, key[:, None], bias, **call) else 0
+        size = slice_size(index[0].numel() * max(key.shape[2], value.shape[2], pairs), query.device)
+        # (BH, T * block_q, Dv)
+        out = sliced(gathered, blocks, key, value, index, bias, size=size, draws=draws).flatten(1, 2)
+        return out[:, : query.shape[1]] if order is None else take(out, inverse(order))  # (BH, Nq, Dv)
 
-    keys = GatheredKeys(index, bias, near.block_q, near.query_order)
+    def gathered(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
+        return attend(blocks, take(key, index), take(value, index), bias, **call).out  # (BH, T, block_q, Dv)
+
     size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)
-    return sliced(
-        some_heads, query, key, value, keys, table, size=size, draws=dropout_p > 0.0, recompute=table is not None
-    )
+    given = query, key, value, index, bias, near.query_order, table
+    return sliced(some_heads, *given, size=size, draws=draws, recompute=table is not None)
 
 
 def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -> Tensor:

@@ -17,7 +17,7 @@ it.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,14 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.attend import Partial, attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take
+from hf_efficient_attn.ops.index import integers, pad_to_blocks, take
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys
+from hf_efficient_attn.ops.sampled_keys.intervals import (
+    IntervalPlan,
+    hashed_and_sampled,
+    near_and_samples,
+    sampled_intervals,
+)
 from hf_efficient_attn.ops.sampled_keys.sampling import (
     FarField,
     SamplingOptions,
@@ -41,35 +47,6 @@ from hf_efficient_attn.ops.strata import stratified_ranks
 # Streams of random numbers on level 0.
 _PROBES = 21
 _SAMPLES = 22
-
-
-class IntervalPlan(NamedTuple):
-    """The far field on one level: J intervals of L = block_size * 2**level tokens.
-
-    Attributes:
-        level: the level of the intervals.
-        sample_index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
-        log_weight: (BH, J, M), the log-weights of the sampled keys.
-        key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
-            window alone.
-        query_block: int64 (BH, J, L or less), the block of hashed keys in the near field of each query that sees the
-            interval; None if the near field is the window alone.
-        block_k: the number of keys of a block of hashed keys.
-    """
-
-    level: int
-    sample_index: Tensor
-    log_weight: Tensor
-    key_order: Tensor | None = None
-    query_block: Tensor | None = None
-    block_k: int = 0
-
-
-def sampled_intervals(length: int, block_size: int) -> list[tuple[int, int]]:
-    """Return J sampled intervals and L tokens per interval for each level of a sequence of N = `length` tokens."""
-    # The queries of block t have t-1 completed blocks before block t-1.
-    completed = max(0, ceil_div(length, block_size) - 2)
-    return [(((completed >> i) + 1) >> 1, block_size << i) for i in range(completed.bit_length())]
 
 
 def left_intervals(x: Tensor, num_intervals: int, length: int) -> Tensor:
@@ -226,8 +203,13 @@ def causal_near_far_attention(
     exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, plans: tuple[IntervalPlan, ...]) -> Tensor:
-        near = _near_partial(query, key, value, block_size, call)
-        queries = _later_queries(query, block_size)
+        near = near_and_samples(query, key, value, [x for x in plans if x.query_block is None], block_size, call)
+        if near is None:
+            near = _near_partial(query, key, value, block_size, call)
+        else:
+            near = Partial(near.out[:, block_size:], near.lse[:, block_size:])
+            plans = tuple(x for x in plans if x.query_block is not None)
+        queries = _later_queries(query, block_size) if plans else query
         parts = []
         for plan in plans:
             count = plan.sample_index.shape[1]
@@ -240,7 +222,7 @@ def causal_near_far_attention(
                 part = attend(seeing, keys, values, plan.log_weight.unsqueeze(2), **call)
             else:
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
-                part = _hashed_and_sampled(seeing, keys, values, plan, call)
+                part = hashed_and_sampled(seeing, keys, values, plan, call)
             parts.append(part)
         return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
 
@@ -264,86 +246,13 @@ def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, ca
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
-def _hashed_and_sampled(
-    queries: Tensor, key: Tensor, value: Tensor, plan: IntervalPlan, call: dict[str, Any]
-) -> Partial:
-    """Compute attention of the queries that see a level's intervals to their blocks of hashed keys and to the samples.
-
-    Queries with the same block of keys are gathered into blocks, which then share these keys and the samples.
-
-    Args:
-        queries: (BH, J, L or less, D).
-        key: (BH, J, L, D).
-        value: (BH, J, L, Dv).
-        plan: the plan of the level, with blocks of hashed keys.
-        call: scale and dropout_p of the call.
-
-    Returns:
-        Partial with out (BH, J, L or less, Dv).
-    """
-    assert plan.key_order is not None and plan.query_block is not None
-    shape = queries.shape[:3]
-    length = key.shape[2]
-    block_k = plan.block_k
-    device = key.device
-    queries, key, value, index, log_weight, key_order, query_block = (
-        x.flatten(0, 1)
-        for x in (queries, key, value, plan.sample_index, plan.log_weight, plan.key_order, plan.query_block)
-    )
-    slot, block_of_slots = group_by_block(query_block, ceil_div(length, block_k), block_k)  # (S, L), (S, T)
-    num_blocks = block_of_slots.shape[1]
-    q_len = queries.shape[1]
-    # An unused slot gets the query at index `q_len`, which is padding.
-    query_of_slot = torch.full((len(queries), num_blocks * block_k), q_len, device=device)  # (S, T * block_k)
-    query_of_slot.scatter_(1, slot, integers(q_len, device).expand_as(slot))
-    grouped = take(pad(queries, (0, 0, 0, 1)), query_of_slot).unflatten(1, (num_blocks, block_k))  # (S, T, block_k, D)
-    sorted_index = block_of_slots[:, :, None] * block_k + integers(block_k, device)  # (S, T, block_k)
-    near = key_order.gather(1, sorted_index.clamp(max=length - 1).flatten(1)).view_as(sorted_index)  # (S, T, block_k)
-    block_of_sample = inverse(key_order).gather(1, index) // block_k  # (S, M)
-    in_near_field = block_of_sample[:, None] == block_of_slots[:, :, None]  # (S, T, M)
-    far_bias = log_weight[:, None].expand(-1, num_blocks, -1).masked_fill(in_near_field, -torch.inf)  # (S, T, M)
-    bias = torch.cat((mask_bias(sorted_index < length, far_bias.dtype), far_bias), 2)[:, :, None]
-    key_index = torch.cat((near, index[:, None].expand(-1, num_blocks, -1)), 2)  # (S, T, block_k + M)
-    out, lse = attend(grouped, take(key, key_index), take(value, key_index), bias, **call)
-    out = take(out.flatten(1, 2), slot)  # (S, L, Dv)
-    return Partial(out.unflatten(0, shape[:2]), lse.flatten(1, 2).gather(1, slot).view(shape))
-
-
-def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Distribute queries over blocks of `size` slots so that all queries of a block have the same block of keys.
-
-    The number of blocks is fixed, and no larger than any distribution of the queries needs. The first query that needs
-    a block begins it, so the slot of a query depends on earlier queries only. If later queries could move it to another
-    block, its output could change in the last bit: rounding in a product may depend on where a matrix lies in memory.
-
-    Args:
-        query_block: int64 (S, L), the block of keys of each query.
-        num_key_blocks: number of blocks of keys.
-        size: the number of slots of a block.
-
-    Returns:
-        slot: int64 (S, L), the slot of each query among the slots of all blocks.
-        block: int64 (S, T), the block of keys of each block of slots, T = ceil(L / size) + num_key_blocks - 1.
-    """
-    num_blocks = ceil_div(query_block.shape[1], size) + num_key_blocks - 1
-    # The rank of each query among the queries with the same block of keys, in the order of the blocks of keys.
-    order = query_block.argsort(dim=1, stable=True)
-    sorted_block = query_block.gather(1, order)
-    sorted_index = torch.arange(query_block.shape[1], device=query_block.device)
-    rank = sorted_index - torch.searchsorted(sorted_block, sorted_block)  # (S, L)
-    # Blocks of slots are numbered in the order of the queries that begin them.
-    begins = torch.empty_like(order).scatter_(1, order, (rank % size == 0).to(order.dtype))
-    number = (begins.cumsum(1) - 1).gather(1, order).gather(1, sorted_index - rank % size)  # (S, L)
-    slot = torch.empty_like(order).scatter_(1, order, number * size + rank % size)
-    # All queries of a block of slots write the same value.
-    return slot, order.new_zeros(order.shape[0], num_blocks).scatter_(1, number, sorted_block)
-
-
 def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan], block_size: int) -> Tensor:
     """Merge the partial of the window, which has all queries, with the partials of the levels: (BH, P, Dv).
 
     A level has at most half of all queries. So its partial is added to a view of the output.
     """
+    if not parts:
+        return near.out
     views = [(plan.sample_index.shape[1], block_size << plan.level) for plan in plans]
     padded = max([near.lse.shape[1], *(2 * count * length for count, length in views if count > 1)])
     missing = padded - near.lse.shape[1]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
@@ -47,6 +47,13 @@ class NearField(NamedTuple):
     block_k: int
     num_keys: Tensor | int
     num_queries: Tensor | int
+
+
+def key_ranges(near: NearField, key: Tensor) -> BlockKeys:
+    """Describe the blocks of keys of a plan for `block_attention`; key (BH, Nk, D)."""
+    is_padded = isinstance(near.num_keys, Tensor)
+    key_mask = integers(key.shape[1], key.device) < near.num_keys if is_padded else None  # (BH, Nk)
+    return BlockKeys(near.block_q, near.query_order, None, near.start, near.block_k, near.key_order, key_mask)
 
 
 def hyperplanes(head_dim: int, num_hashes: int, draws: Draws) -> Tensor:
@@ -263,15 +270,6 @@ def plan_rounds(
     return NearField(query_order, key_order, start, block_size, block_k, num_keys, num_queries)
 
 
-class _Rounds(NamedTuple):
-    """The rounds of some heads, from a `NearField`."""
-
-    query_order: Tensor  # (BH, S, Nq)
-    key_order: Tensor  # (BH, S, Nk)
-    start: Tensor  # (BH, S, T)
-    num_keys: Tensor | None  # (BH, 1)
-
-
 def rounds_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: NearField, *, others: bool, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
@@ -294,8 +292,10 @@ def rounds_attention(
     """
     rounds, num_blocks = plan.start.shape[1:]
 
-    def some_heads(query: Tensor, key: Tensor, value: Tensor, some: _Rounds) -> Tensor:
-        query_order, key_order, start, num_keys = some
+    def some_heads(query: Tensor, key: Tensor, value: Tensor, some: NearField) -> Tensor:
+        query_order, key_order, start, *_ = some
+        num_keys = some.num_keys if isinstance(some.num_keys, Tensor) else None
+        assert query_order is not None and key_order is not None
         query_rank, key_rank = (inverse(x.flatten(0, 1)).view_as(x) for x in (query_order, key_order))  # (BH, S, N)
         # The last block is padded with query 0; the result for the padding is not used.
         queries = pad_to_blocks(query_order.flatten(0, 1).unsqueeze(2), plan.block_q)  # (BH S, T, block_q, 1)
@@ -308,6 +308,9 @@ def rounds_attention(
         first = start.gather(2, query_rank // plan.block_q)
 
         def one_round(s: int) -> Partial:
+            found = _first_round(query, key, value, some, scale, dropout_p) if s == 0 and not others else None
+            if found is not None:
+                return found
             own = queries[:, s]
             own_keys = keys[:, s]
             # Round t contains a pair if the rank of the key is in the block of keys of the query.
@@ -319,17 +322,23 @@ def rounds_attention(
             return Partial(take(part.out.flatten(1, 2), rank), part.lse.flatten(1).gather(1, rank))
 
         # The first round has no bias, so it comes last, when the results of the others take memory.
-        partials = [one_round(s) for s in reversed(range(rounds))]
-        out, lse = merge(*partials)
+        out, lse = merge(*(one_round(s) for s in reversed(range(rounds))))
         return torch.where((lse == -torch.inf).unsqueeze(-1), value, out) if others else out
 
     size = slice_size(2 * query.shape[1] * plan.block_k, query.device)
     # Without dropout autograd keeps copies of the tokens, and biases: 1.3 times as fast as computing them again.
     draws = dropout_p > 0.0
+    some = plan._replace(num_queries=query.shape[1])
+    return sliced(some_heads, query, key, value, some, size=size, draws=draws, recompute=draws)
+
+
+def _first_round(
+    query: Tensor, key: Tensor, value: Tensor, plan: NearField, scale: float, dropout_p: float
+) -> Partial | None:
+    """Compute the first round, which has no bias, by a kernel; None without one."""
     assert plan.query_order is not None and plan.key_order is not None
-    num_keys = plan.num_keys if isinstance(plan.num_keys, Tensor) else None
-    orders = _Rounds(plan.query_order, plan.key_order, plan.start, num_keys)
-    return sliced(some_heads, query, key, value, orders, size=size, draws=draws, recompute=draws)
+    first = plan._replace(query_order=plan.query_order[:, 0], key_order=plan.key_order[:, 0], start=plan.start[:, 0])
+    return block_attention(query, key, value, key_ranges(first, key), scale=scale, dropout_p=dropout_p)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def row_weights(
 ) -> Tensor:
     """Compute the softmax weights of the queries at `positions`, int64 (BH, R), without a gradient: (BH, R, Nk).
 
-    The scores of bfloat16 inputs are computed in their dtype, since the rows only plan. A row without a valid key is 0.
+    Scores and weights of bfloat16 inputs have their dtype, since the rows only plan. A row without a valid key is 0.
     """
     if query.dtype == torch.float16:  # has no fast product on CPUs
         query = query.float()
@@ -101,10 +101,10 @@ def row_weights(
             :, 0
         ]
     if key_mask is None:
-        return scores.softmax(2, dtype=accumulation_dtype(query.dtype))
+        return scores.softmax(2)
     scores = scores.masked_fill_(~key_mask[:, None], -torch.inf)
     # NaN only without a single valid key.
-    return scores.softmax(2, dtype=accumulation_dtype(query.dtype)).nan_to_num_(0.0)
+    return scores.softmax(2).nan_to_num_(0.0)
 
 
 def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) -> Tensor:

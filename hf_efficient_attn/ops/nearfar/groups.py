@@ -1,0 +1,189 @@
+"""Groups of similar queries, and attention to their near keys.
+
+Similar queries attend mostly to the same keys, so queries are put in groups. The near keys of a group are the keys with
+the largest scores for the mean of its queries. The group attends to its near keys exactly, and to all keys through
+landmarks. This counts a near key twice, so its weight on its landmark is subtracted. For this a key has a weight on one
+landmark only, the nearest.
+
+Groups are made by halving. Queries are sorted along the direction in which their scores vary most, and are cut in the
+middle. Each half is cut in the same way, until there are as many groups as asked for.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.backends.devices import halved, widened
+from hf_efficient_attn.ops.clusters import even_positions, identity, matrix_power
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
+from hf_efficient_attn.ops.slices import slice_size, sliced
+
+# Queries are compared along this many directions, along which this many evenly spaced keys vary most. The variance of
+# keys along a direction is at least this share of their whole variance.
+_GROUP_DIMS = 10
+_DIRECTION_KEYS = 4096
+_LEAST_VARIANCE = 0.001
+# If near keys leave less than this share of the weight of a landmark, or of the weights of all landmarks for a query,
+# what is left is rounding, and does not count.
+LEAST_SHARE = 1e-3
+
+
+class Groups(NamedTuple):
+    """Queries in groups.
+
+    Attributes:
+        query: int64 (BH, G, b), the queries of each group. Some are in two of them, so that groups are equally large.
+        slot: int64 (BH, Nq), the place of each query among the G b queries of all groups.
+    """
+
+    query: Tensor
+    slot: Tensor
+
+
+@torch.no_grad()
+def directions(key: Tensor) -> Tensor:
+    """Find the directions (BH, D, F) along which keys (BH, Nk, D) vary most.
+
+    Along these directions, the distance of two queries is about the root mean square of the difference of their scores
+    for all keys. With S = K^T K and a basis B after two steps of the power method the result is Nystrom's factor of S
+    in B: S B L^-T with L L^T = B^T S B. Eigenvectors would be little better, and on an accelerator they would take as
+    long as all other steps of `nearfar` together.
+    """
+    key = key.index_select(1, even_positions(key.shape[1], min(key.shape[1], _DIRECTION_KEYS), key.device))
+    # Where this is not finite, any groups will do.
+    square = widened(torch.bmm(key.mT, key))  # (BH, D, D)
+    square = square / torch.linalg.vector_norm(square, dim=(1, 2), keepdim=True)
+    square = square + identity(key.shape[2], _LEAST_VARIANCE, square.dtype, key.device)
+    basis = square[..., :_GROUP_DIMS]  # (BH, D, F)
+    if square.dtype == torch.float32:  # would lose small singular values; another basis changes signs only
+        basis = _orthonormal(torch.bmm(square, _orthonormal(basis)))
+    else:
+        basis = torch.bmm(square, basis)
+    image = torch.bmm(square, basis)  # (BH, D, F)
+    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]  # (BH, F, F)
+    factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)  # (BH, D, F)
+    return factor
+
+
+def _orthonormal(basis: Tensor) -> Tensor:
+    """Make the columns of (BH, D, F) orthonormal, in their order."""
+    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, basis))[0]
+    columns: Tensor = torch.linalg.solve_triangular(lower, basis.mT, upper=False).mT
+    return columns
+
+
+@torch.no_grad()
+def group_queries(points: Tensor, num_groups: int) -> Groups:
+    """Put queries in groups by their points (BH, Nq, F), which are queries times `directions`."""
+    length = points.shape[1]
+    device = points.device
+    levels = min(num_groups, length).bit_length() - 1
+    count = ceil_div(length, 1 << levels) << levels
+    copies = even_positions(length, count, device)  # with more places than tokens, tokens repeat
+    points = points if count == length else points.index_select(1, copies)
+    # Fourth powers of variances must not overflow.
+    points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
+        min=torch.finfo(points.dtype).tiny
+    )
+    order = sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), device))  # (BH, G b)
+    slot = inverse(order)
+    if count == length:
+        return Groups(order.unflatten(1, (1 << levels, -1)), slot)
+    slot = slot.index_select(1, torch.searchsorted(copies, integers(length, device)))  # the first place of each query
+    return Groups(copies[order].unflatten(1, (1 << levels, -1)), slot)
+
+
+@torch.no_grad()
+def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tensor:
+    """Find the `count` keys (BH, Nk, D) with the largest scores for each query (BH, G, D): int64 (BH, G, count)."""
+    scores = torch.bmm(query if scale > 0.0 else -query, key.mT)  # (BH, G, Nk)
+    length = scores.shape[2]
+    step = 1
+    while 2 * count * step**2 <= length:
+        step *= 2
+    if step == 1:
+        return scores.topk(count, dim=2, sorted=False)[1]
+    # The largest scores are among those with the largest maxima of `step` scores each. So most scores are read once.
+    part = length // step
+    maxima = scores[..., : step * part].unflatten(2, (step, part)).amax(2)  # (BH, G, part)
+    best = maxima.topk(count, dim=2, sorted=False)[1].unsqueeze(2)
+    index = (best + integers(step, key.device).unsqueeze(1) * part).flatten(2)  # (BH, G, step * count)
+    if step * part < length:
+        rest = integers(length, key.device)[step * part :]
+        index = torch.cat((index, rest.expand(*index.shape[:2], -1)), 2)
+    chosen = scores.gather(2, index).topk(count, dim=2, sorted=False)[1]  # (BH, G, count)
+    found: Tensor = index.gather(2, chosen)
+    return found
+
+
+def _halves(points: Tensor, levels: int) -> Tensor:
+    """Halve points (BH, N, D) along their first principal direction, and each half again: int64 (BH, N)."""
+    batch_heads, length, _ = points.shape
+    points = points.flatten(0, 1)
+    order = integers(len(points), points.device).view(batch_heads, -1)
+    for _ in range(levels):
+        x = torch.embedding(points, order)  # (groups, members, F)
+        mean = x.mean(1, keepdim=True)
+        # The sum of squares in parts, since few large products would leave most of a device idle.
+        parts = x.view(batch_heads << levels, -1, x.shape[2])
+        square = torch.bmm(parts.mT, parts).view(len(x), -1, *mean.shape[2:] * 2).sum(1)
+        square = torch.baddbmm(square, mean.mT, mean, alpha=-x.shape[1])  # (groups, F, F)
+        # Five steps of the power method, from the direction in which all points vary most.
+        power = matrix_power(square, 2, rescales=False)
+        place = halved(torch.bmm(x, power[..., :1]).squeeze(2))  # (groups, members)
+        order = order.gather(1, place).view(2 * len(order), -1)  # (2 groups, members / 2)
+    return order.view(batch_heads, length) % length
+
+
+class CountedKeys(NamedTuple):
+    """Keys, and what landmarks count for them.
+
+    Attributes:
+        key: (BH, Nk, D).
+        value: (BH, Nk, Dv).
+        center: (BH, m, D), the keys of the landmarks.
+        landmark: int64 (BH, Nk), the landmark of each key.
+        key_bias: (BH, Nk), the log of each key's weight on its landmark.
+    """
+
+    key: Tensor
+    value: Tensor
+    center: Tensor
+    landmark: Tensor
+    key_bias: Tensor
+
+
+def near_attention(
+    queries: Tensor, near: Tensor, keys: CountedKeys, scale: float, dropout_p: float
+) -> tuple[Partial, Partial]:
+    """Compute attention to near keys, exactly and as the landmarks count it.
+
+    Args:
+        queries: (BH, G, b, D), in groups.
+        near: int64 (BH, G, w), the keys of each group.
+        keys: the keys, and what landmarks count for them.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partials of out (BH, G, b, Dv) and lse (BH, G, b).
+    """
+    key, value, center, landmark, key_bias = keys
+    own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
+    near_key, values, centers = (take(x, i).to(queries.dtype) for x, i in ((key, near), (value, near), (center, own)))
+    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)
+    counted = attend(queries, centers, values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+    return exact, counted
+
+
+def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Tensor:
+    """Remove `counted`, a part of `far`, and add `exact`; each is out (..., Nq, Dv) and lse (..., Nq, 1)."""
+    with torch.no_grad():
+        ref = torch.maximum(far.lse, exact.lse)
+    of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))  # (..., Nq, 1) each
+    total = of_far - of_counted + of_exact  # (..., Nq, 1)
+    is_rounding = total <= LEAST_SHARE * of_far
+    sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
+    return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
