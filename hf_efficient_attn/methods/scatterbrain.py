@@ -32,8 +32,7 @@ from hf_efficient_attn.methods._shared.sampled_keys import MAX_HASHES
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
-from hf_efficient_attn.ops.features.maps import favor
-from hf_efficient_attn.ops.features.sums import log_weights_naive
+from hf_efficient_attn.ops.features.maps import favor, log_weights_naive
 from hf_efficient_attn.ops.index import ceil_div, inverse
 from hf_efficient_attn.ops.scatterbrain import (
     BlockPlan,

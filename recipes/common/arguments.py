@@ -147,7 +147,7 @@ class AttentionArguments:
         for i, stage in enumerate(stages):
             if stage.settings is not None and len(stage.settings.entries) == 1:
                 config, layers = self._adapted(stage.settings.entries[0].config, stage.settings.entries[0].layers)
-                stages[i] = dataclasses.replace(stage, settings=hea.EfficientAttentionConfig(config, None, layers))
+                stages[i] = stage._replace(settings=hea.EfficientAttentionConfig(config, None, layers))
         return hea.UptrainingSchedule(stages, schedule.total_steps if total_steps is None else total_steps)
 
     def _adapted(self, config: MethodConfig, layers: Any) -> tuple[MethodConfig, Any]:

@@ -16,8 +16,15 @@ from hf_efficient_attn.ops import index as index_ops
 from hf_efficient_attn.ops.attend import Partial, merge
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import sums
-from hf_efficient_attn.ops.features.maps import Features, elu_features, elu_map, favor, orthogonal_features
-from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal, log_weights_naive
+from hf_efficient_attn.ops.features.maps import (
+    Features,
+    elu_features,
+    elu_map,
+    favor,
+    log_weights_naive,
+    orthogonal_features,
+)
+from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.sampled_keys.sampling import inclusion_probabilities
 from hf_efficient_attn.ops.strata import independent_sample, stratified_ranks, systematic_sample

@@ -111,7 +111,7 @@ def index_of_max(scores: Tensor) -> Tensor:
     integer = torch.int64 if scores.dtype == torch.float64 else torch.int32
     count = scores.shape[-1]
     bits = (1 << (count - 1).bit_length()) - 1
-    scores.view(integer).bitwise_and_(~bits).bitwise_or_(torch.arange(count, dtype=integer))
+    scores.view(integer).bitwise_and_(~bits).bitwise_or_(torch.arange(count, dtype=integer, device=scores.device))
     return scores.amax(-1).view(integer).bitwise_and(bits).long()
 
 

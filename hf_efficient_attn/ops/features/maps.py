@@ -269,3 +269,13 @@ def orthogonal_features(draws: Draws, num_features: int, head_dim: int) -> Tenso
     lengths = torch.linalg.vector_norm(draws.normal((num_features, head_dim), 7), dim=1, keepdim=True)  # (F, 1)
     features: Tensor = directions * lengths
     return features
+
+
+def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
+    """Compute the logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
+    phi_q, log_q = features.of_query(query)
+    phi_k, log_k = features.of_key(key, None)
+    logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
+    logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
+    logs = logs if log_k is None else logs + log_k.unsqueeze(-2)  # (..., Nq, Nk)
+    return logs / LOG2_E

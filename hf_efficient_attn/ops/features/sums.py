@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend
+from hf_efficient_attn.ops.attend import LOG2_E, Partial
 from hf_efficient_attn.ops.backends import FEATURE_BACKENDS
 from hf_efficient_attn.ops.backends.backend import LinearCall
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
 from hf_efficient_attn.ops.slices import scan_chunks, slice_size, sliced
@@ -133,31 +133,6 @@ def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) ->
         return query_state(query, state, features, dropout_p).out
 
     return sliced(some_queries, tokens.query, size=step, dim=1, recompute=False)
-
-
-def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
-    """Compute `bidirectional` for features that are exponentials by two softmax attentions, without storing features.
-
-    The directions attend to the keys, with the log factors of the keys as a bias. The queries attend to the
-    directions, whose values are these outputs and whose bias is their lse.
-    """
-    query, key, value, key_mask = tokens
-    scale = features.scale
-    assert features.directions is not None
-    acc_dtype = accumulation_dtype(key.dtype)
-    query, key, value = (x.to(product_dtype(x)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-    exact = features.directions.to(acc_dtype)  # (F, D)
-    directions = exact.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
-    bias = torch.linalg.vector_norm(key, dim=3, dtype=acc_dtype).square().unsqueeze(2) * (-0.5 * abs(scale))
-    if key_mask is not None:  # (BH, 1, 1, Nk)
-        bias = bias.masked_fill(~key_mask[:, None, None], -torch.inf)
-    first = directions
-    if key.dtype != acc_dtype:  # directions as sums of two numbers: rounded ones would choose other features
-        rest = (exact - exact.to(key.dtype)).to(key.dtype).expand_as(directions)
-        first, key = torch.cat((directions, rest), 3), torch.cat((key, key), 3)
-    values, lse = attend(first, key, value, bias, scale=1.0)  # (BH, 1, F, Dv), (BH, 1, F)
-    sign = 1.0 if scale >= 0 else -1.0
-    return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
 def causal(
@@ -418,13 +393,3 @@ def _moved(tokens: Tokens, distance: int) -> Tokens:
         return Tokens(query, key, value, pad(key_mask, (distance, 0))[:, :length])
     key, value = (pad(x, (0, 0, distance, -distance)) for x in (key, value))
     return Tokens(query, key, value, pad(key_mask, (distance, -distance)))
-
-
-def log_weights_naive(query: Tensor, key: Tensor, features: Features) -> Tensor:
-    """Compute the logs of the weights of all pairs of queries (..., Nq, D) and keys (..., Nk, D): (..., Nq, Nk)."""
-    phi_q, log_q = features.of_query(query)
-    phi_k, log_k = features.of_key(key, None)
-    logs = (phi_q @ phi_k.mT).log2()  # (..., Nq, F) @ (..., F, Nk)
-    logs = logs if log_q is None else logs + log_q.unsqueeze(-1)
-    logs = logs if log_k is None else logs + log_k.unsqueeze(-2)  # (..., Nq, Nk)
-    return logs / LOG2_E

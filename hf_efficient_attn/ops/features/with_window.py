@@ -22,7 +22,8 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.features.maps import EMPTY, Features
+from hf_efficient_attn.ops.features.directions import through_directions
+from hf_efficient_attn.ops.features.maps import EMPTY, Features, log_weights_naive
 from hf_efficient_attn.ops.features.sums import (
     FeatureState,
     Tokens,
@@ -30,10 +31,8 @@ from hf_efficient_attn.ops.features.sums import (
     bidirectional,
     causal,
     features_beyond,
-    log_weights_naive,
     numel_of_head,
     query_state,
-    through_directions,
     union,
 )
 from hf_efficient_attn.ops.shards import Shards, gather

@@ -166,8 +166,7 @@ def plan_near_field(
     positions = ranks if window.query_order is None else window.query_order.gather(1, ranks)  # (BH, R)
     weights = row_weights(query, key, positions, key_mask, options)  # (BH, R, Nk)
     of_lsh = inverse(lsh.query_order).gather(1, positions)  # (BH, R)
-    near_of_window = near_keys(window, ranks)  # (BH, R, block_k) each
-    near_of_lsh = near_keys(lsh, of_lsh)
+    near_of_window, near_of_lsh = near_keys(window, ranks), near_keys(lsh, of_lsh)  # (BH, R, block_k) each
     inside = weights.gather(2, torch.cat((near_of_window, near_of_lsh), 2)).unflatten(2, (2, -1))
     outside = 1.0 - inside.sum(3, dtype=accumulation_dtype(query.dtype))  # (BH, R, 2)
     outside[..., 1] += _LEAST / math.sqrt(num_rows)
@@ -392,9 +391,8 @@ def dense_log_weights(near: NearField, far: FarField, q_len: int, kv_len: int) -
         for t, start in enumerate(near.start[a].tolist()):
             block = queries[t * near.block_q : (t + 1) * near.block_q, None]
             sample = min(t, far.sorted_index.shape[1] - 1)
-            for index, log_weight in zip(
-                *(x[a, sample].tolist() for x in (far.sorted_index, far.log_weight)), strict=True
-            ):
+            samples = (x[a, sample].tolist() for x in (far.sorted_index, far.log_weight))
+            for index, log_weight in zip(*samples, strict=True):
                 # logaddexp, because independent sampling may select a key twice.
                 old = weights[a, block, keys[index]]
                 weights[a, block, keys[index]] = torch.logaddexp(old, torch.full_like(old, log_weight))
