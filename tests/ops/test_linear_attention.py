@@ -144,7 +144,7 @@ def test_methods_with_and_without_kernels(kernels, monkeypatch, method, options,
         ]
         found.append((out, *torch.autograd.grad(out, tensors, numbers(*out.shape).to(out))))
         monkeypatch.setattr(launches, "takes", lambda *tensors: False)
-    assert kernels and len({x.name for x in kernels}) == 4
+    assert len({x.name for x in kernels if x.name.startswith("linear_")}) == 4
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5)
 
