@@ -30,7 +30,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.io.writing import check_writable
 from hf_efficient_attn.ops.attend import BlockKeys, block_attention
-from hf_efficient_attn.ops.backends import launches
+from hf_efficient_attn.ops.backends import launches, linear_attention
+from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
 from hf_efficient_attn.ops.backends.launches import Launch
 from recipes.common import commands
 
@@ -112,6 +113,18 @@ def _of_blocks(form: str, dtype: torch.dtype, dim: int) -> None:
         torch.autograd.grad((found.out.sum(), found.lse.sum()), (query, key, value))
 
 
+def _of_features(name: str, causal: bool, dtype: torch.dtype, dim: int) -> None:
+    """Call linear attention and its backward."""
+    tensors = [torch.empty(16, 1000, dim, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
+    mask = torch.empty(16, 1000, dtype=torch.bool, device="meta")
+    number = torch.float32 if name == "exp" else dtype  # learned features come from float32 numbers
+    features = FusedFeatures(name, dim, 1.0, *[lambda x: x.to(number)] * 2)
+    call = LinearCall(*tensors, mask, features, causal)
+    assert linear_attention.BACKEND.applies(call)
+    out, lse = linear_attention.BACKEND.attend(call)
+    torch.autograd.grad((out.sum(), lse.sum()), tensors)
+
+
 _DTYPES = (torch.bfloat16, torch.float32)
 # Maps the name of a call to a function that makes it, on "meta" tensors: a kernel adds its calls here.
 CALLS: dict[str, Callable[[], None]] = {
@@ -119,6 +132,14 @@ CALLS: dict[str, Callable[[], None]] = {
     for form in ("window", "range", "causal", "list")
     for dtype in _DTYPES
     for dim in (64, 128, 256)
+}
+CALLS |= {
+    f"linear attention, {x[0]}{', causal' * x[1]}, {str(x[2])[6:]}, {x[3]} dimensions": lambda x=x: _of_features(*x)
+    for causal in (False, True)
+    for x in (
+        *(("elu", causal, dtype, 64) for dtype in (*_DTYPES, torch.float16)),
+        *((name, causal, torch.bfloat16, 128) for name in ("elu", "exp")),
+    )
 }
 
 

@@ -101,7 +101,7 @@ def test_learned_features(kernels, name, causal):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (130, 64, 128, 128), (65, 300, 100, 3)])
 def test_sizes(kernels, sizes):
-    check(make(*sizes), 1e-5)
+    check(make(*sizes, torch.bfloat16), HALF[torch.bfloat16])
 
 
 def test_weights_that_underflow_have_no_output_and_no_gradient(kernels):
@@ -144,7 +144,7 @@ def test_methods_with_and_without_kernels(kernels, monkeypatch, method, options,
         ]
         found.append((out, *torch.autograd.grad(out, tensors, numbers(*out.shape).to(out))))
         monkeypatch.setattr(launches, "takes", lambda *tensors: False)
-    assert kernels and len({x.name for x in kernels}) == 4
+    assert len({x.name for x in kernels if x.name.startswith("linear_")}) == 4
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5)
 

@@ -31,8 +31,8 @@ class _Tile(NamedTuple):
 _KERNELS = ("linear_state", "linear_output", "linear_query_gradient", "linear_key_gradient")
 _TILES = {
     ("bf16", 64): (_Tile(64, 64, 4, 2), _Tile(128, 64, 8, 2), _Tile(128, 64, 8, 2), _Tile(64, 32, 8, 1)),
-    ("bf16", 128): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 32, 4, 1), _Tile(32, 16, 4, 1)),
-    ("tf32", 64): (_Tile(64, 64, 4, 2), _Tile(128, 64, 8, 2), _Tile(64, 64, 8, 2), _Tile(32, 32, 4, 1)),
+    ("bf16", 128): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 32, 8, 2), _Tile(32, 16, 4, 1)),
+    ("tf32", 64): (_Tile(64, 32, 4, 2), _Tile(128, 64, 8, 2), _Tile(64, 64, 8, 2), _Tile(32, 32, 4, 1)),
     ("tf32x3", 64): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 16, 4, 1), _Tile(16, 16, 4, 1)),
 }
 # Tokens of a segment of the causal scan. Without causality there are about `_PROGRAMS` segments of at least as many.
