@@ -34,7 +34,7 @@ def test_tables_of_the_pages_follow_from_the_figures():
 
 
 def test_the_file_has_the_tables_of_the_recipe():
-    assert list(FIGURES) == list(MEASURED)
+    assert list(FIGURES) == [name for name, spec in SPECS.items() if not spec.rows]
     for name, entry in FIGURES.items():
         assert set(entry) == {"commands", "machine", "date", "revision", "rows"} and entry["machine"], name
         for label, row in entry["rows"].items():
