@@ -366,3 +366,10 @@ def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():
     torch.testing.assert_close(error[2:], screening_error(query[2:], key[2:], value[2:], scale=8**-0.5))
     assert screening_error(100.0 * query, 1e3 * key, value, scale=1.0).isfinite().all()
     assert (screening_error(query, key, torch.zeros_like(value), scale=1.0) == 0.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nearfar_is_finite_where_near_keys_are_all_of_a_landmark(dtype):
+    query, key, value = (torch.randn(1, 4, 700, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    out = hea.attention("nearfar", (30 * query).to(dtype), (30 * key).to(dtype), value.to(dtype))
+    assert out.isfinite().all()

@@ -203,10 +203,10 @@ def key_weights(key_bias: Tensor) -> Tensor:
 def means_and_logs(sums: Tensor, total: Tensor, least: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
     """Turn sums of weighted values (..., m, Dv) and of weights (..., m) into means and logarithms of the same shapes.
 
-    A logarithm is -inf where the weights are not above `least`.
+    A logarithm is -inf, and a mean 0, where the weights are not above `least`.
     """
     empty = total <= least
-    total = total.masked_fill(empty, 1.0)
+    total = total.masked_fill(empty, torch.inf)  # what is left of the sums is rounding, which float16 may not hold
     return sums / total.unsqueeze(-1), total.log().masked_fill(empty, -torch.inf)
 
 
