@@ -154,9 +154,8 @@ def landmark_attention(
     part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    middle = _middle_factor(
-        queries.to(acc_dtype), keys.to(acc_dtype), landmarks.segments, options.scale
-    )  # A: (BH, L, L)
+    # A: (BH, L, L)
+    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), landmarks.segments, options.scale)
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None

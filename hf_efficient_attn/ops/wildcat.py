@@ -127,7 +127,7 @@ def _sums_in_float16(key: Tensor, value: Tensor, coreset: Coreset) -> tuple[Tens
     high = exact.to(key.dtype)
     pairs = torch.cat((high, (exact - high).to(key.dtype)), 2)  # (BH, m, 2 D)
     out, lse = (x[:, 0] for x in attend(pairs[:, None], key.repeat(1, 1, 2)[:, None], value[:, None], scale=1.0))
-    # The softmax is that of the centered keys.
+    # Without the mean, scores of a row are larger by one number. The weights are the same, and the lse is larger by it.
     return out * unit, lse - (rows * mean).sum(2)
 
 

@@ -2,35 +2,26 @@
 
 import functools
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import BlockBackend, BlockCall, BlockKeys, Gradients, Partial
-
-
-class _Tile(NamedTuple):
-    """The numbers of queries and of keys that a program processes at a time, of warps, and of stages."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
+from hf_efficient_attn.ops.backends.launches import Tile
 
 _KERNELS = "block_forward", "block_query_gradients", "block_key_gradients"
 # Maps the bytes of a number and the larger one of D and Dv, padded, to the tiles of these kernels. They fit into the
 # 99 KiB of shared memory that all devices of compute capability 8.0 and later have, and in half precision into the
 # registers. Gradients in float32 of more than 128 dimensions do not fit.
-_TILES: dict[tuple[int, int], tuple[_Tile, ...]] = {
-    (2, 64): (_Tile(64, 64, 4, 3), _Tile(64, 32, 8, 2), _Tile(64, 32, 4, 2)),
-    (2, 128): (_Tile(64, 64, 8, 2), _Tile(64, 16, 8, 1), _Tile(32, 64, 8, 2)),
-    (2, 256): (_Tile(64, 16, 8, 1), _Tile(32, 16, 8, 1), _Tile(32, 32, 8, 1)),
-    (4, 64): (_Tile(32, 32, 4, 2), _Tile(32, 32, 8, 1), _Tile(32, 32, 8, 1)),
-    (4, 128): (_Tile(32, 32, 8, 1), _Tile(16, 32, 8, 1), _Tile(16, 32, 8, 1)),
-    (4, 256): (_Tile(16, 32, 8, 1),),
+_TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (2, 64): (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2), Tile(64, 32, 4, 2)),
+    (2, 128): (Tile(64, 64, 8, 2), Tile(64, 16, 8, 1), Tile(32, 64, 8, 2)),
+    (2, 256): (Tile(64, 16, 8, 1), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
+    (4, 64): (Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (4, 128): (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 1)),
+    (4, 256): (Tile(16, 32, 8, 1),),
 }
 # A check has two blocks of at most this many queries, the most of a tile, and so many keys.
 _CHECKED_Q = 64
@@ -92,7 +83,7 @@ def _backward(
     return Gradients(grad_query, grad_key, grad_value, sums[2])
 
 
-def _tiles(call: BlockCall) -> tuple[_Tile, ...]:
+def _tiles(call: BlockCall) -> tuple[Tile, ...]:
     """Return the tiles of the forward and, where they fit, of the gradients."""
     itemsize = max(2, call.key.element_size(), call.value.element_size())
     return _TILES[itemsize, max(64, launches.padded(max(call.query.shape[2], call.value.shape[2])))]

@@ -21,6 +21,18 @@ _IS_INSTALLED = importlib.util.find_spec("triton") is not None
 LARGEST_DIM = 256
 
 
+class Tile(NamedTuple):
+    """The numbers of rows and of columns that a program processes at a time, of warps, and of stages.
+
+    Rows are queries, or the tokens of a program. Columns are keys, or the tokens that these read.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
 class Launch(NamedTuple):
     """A launch of a Triton kernel.
 

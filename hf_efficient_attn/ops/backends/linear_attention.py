@@ -8,32 +8,23 @@ all tokens, and in the causal form the state before each segment.
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import LinearBackend, LinearCall, Partial
-
-
-class _Tile(NamedTuple):
-    """Tokens that a program processes at a time, tokens that these read at a time, warps, and stages."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
+from hf_efficient_attn.ops.backends.launches import Tile
 
 # Maps the precision of products and the larger one of F and Dv, padded, to the tiles of each kernel. Other calls do not
 # fit into the registers and the 99 KiB of shared memory that all devices of compute capability 8.0 and later have.
 _KERNELS = ("linear_state", "linear_output", "linear_query_gradient", "linear_key_gradient")
 _TILES = {
-    ("bf16", 64): (_Tile(64, 64, 4, 2), _Tile(128, 64, 8, 2), _Tile(128, 64, 8, 2), _Tile(64, 32, 8, 1)),
-    ("bf16", 128): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 32, 8, 2), _Tile(32, 16, 4, 1)),
-    ("tf32", 64): (_Tile(64, 32, 4, 2), _Tile(128, 64, 8, 2), _Tile(64, 64, 8, 2), _Tile(32, 32, 4, 1)),
-    ("tf32x3", 64): (_Tile(64, 32, 8, 2), _Tile(32, 32, 4, 2), _Tile(32, 16, 4, 1), _Tile(16, 16, 4, 1)),
+    ("bf16", 64): (Tile(64, 64, 4, 2), Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 8, 1)),
+    ("bf16", 128): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 16, 4, 1)),
+    ("tf32", 64): (Tile(64, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 4, 1)),
+    ("tf32x3", 64): (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
 # Tokens of a segment of the causal scan. Without causality there are about `_PROGRAMS` segments of at least as many.
 _SEGMENT = 256
@@ -71,7 +62,8 @@ def _applies(call: LinearCall) -> bool:
     if max(query.shape[1], key.shape[1]) * _width(call) >= 1 << 31:  # offsets within a head
         return False
     with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    form = *(x.dtype for x in tensors), *call.features[:2], value.shape[2], call.is_causal, with_backward
+    direction = call.is_causal, call.is_reversed, call.distance > 0, call.key_mask is not None
+    form = *(x.dtype for x in tensors), *call.features[:2], value.shape[2], *direction, with_backward
     return launches.passes_check("linear attention", query.device, form, functools.partial(_check, call, with_backward))
 
 
@@ -187,7 +179,7 @@ def linear_attention_naive(call: LinearCall) -> Partial:
         ones = torch.ones(weights.shape[1:], dtype=torch.bool, device=weights.device)
         weights = weights * (ones.triu(call.distance) if call.is_reversed else ones.tril(-call.distance))
     if call.key_mask is not None:
-        weights = weights * call.key_mask.unsqueeze(1)
+        weights = weights * call.key_mask.unsqueeze(1)  # (BH, 1, Nk)
     total = weights.sum(2)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
@@ -200,8 +192,12 @@ def _check(call: LinearCall, with_backward: bool) -> None:
     tokens = zip(dims, call[:3], (1.0, 2.0, 3.0), strict=True)
     small = [launches.numbers((2, _CHECKED, dim), x.device, x.dtype, phase) for dim, x, phase in tokens]
     features = call.features._replace(of_query=lambda query: query, of_key=lambda key: key)
+    mask = None  # (2, N)
+    if call.key_mask is not None:
+        mask = (torch.arange(_CHECKED, device=call.value.device) % 7 != 1).repeat(2, 1).view(torch.uint8)
+    distance = min(call.distance, _CHECKED // 3)
     query, key, value = small
-    call = LinearCall(query, key, value, None, features, call.is_causal, call.distance, call.is_reversed)
+    call = LinearCall(query, key, value, mask, features, call.is_causal, distance, call.is_reversed)
     out, lse, state = _forward(call)
     query, key, value = leaves = [x.double().requires_grad_() for x in small]
     expected = linear_attention_naive(call._replace(query=query, key=key, value=value))

@@ -78,10 +78,8 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkO
 
     noises = tuple(options.noise(batch_heads, i, len(chunks.token)) for i, chunks in enumerate(plan.key_chunks))
     maps = options.maps_of(batch_heads)
-    pairs = (
-        blocks.block_q if keeps_pairs(query[:, None], key[:, None], plan.bias, options.scale, options.dropout_p) else 0
-    )
-    size = slice_size(plan.bias.numel() * max(dim, value.shape[2], pairs), device)
+    are_kept = keeps_pairs(query[:, None], key[:, None], plan.bias, options.scale, options.dropout_p)
+    size = slice_size(plan.bias.numel() * max(dim, value.shape[2], blocks.block_q if are_kept else 0), device)
     return sliced(some_heads, query, key, value, maps, noises, size=size, draws=options.dropout_p > 0.0)
 
 

@@ -378,9 +378,9 @@ def features_beyond(
         Partials of out (BH, N, Dv) and lse (BH, N): one if `is_causal`, else two.
     """
     earlier = causal(tokens, features, dropout_p, state, distance=distance)
-    return (
-        [earlier] if is_causal else [earlier, causal(tokens, features, dropout_p, distance=distance, is_reversed=True)]
-    )
+    if is_causal:
+        return [earlier]
+    return [earlier, causal(tokens, features, dropout_p, distance=distance, is_reversed=True)]
 
 
 def _moved(tokens: Tokens, distance: int) -> Tokens:
