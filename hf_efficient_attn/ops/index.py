@@ -147,6 +147,13 @@ def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device
     return (torch.arange(batch_heads, device=device) * length).view(-1, *[1] * (ndim - 1))
 
 
+def clamp_index(index: Tensor, last: Tensor | int) -> Tensor:
+    """Clamp indices in place to 0 .. last, and to 0 where `last` is negative."""
+    if isinstance(last, int):
+        return index.clamp_(0, max(0, last))
+    return index.clamp_(max=last).clamp_(min=0)
+
+
 def inverse(order: Tensor) -> Tensor:
     """Invert the permutation of each head: order (BH, N) -> (BH, N) with inverse[order[i]] = i."""
     ranks = integers(order.shape[1], order.device).expand_as(order)

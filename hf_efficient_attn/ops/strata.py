@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends.devices import widened
-from hf_efficient_attn.ops.index import integers
+from hf_efficient_attn.ops.index import clamp_index, integers
 
 # The bits of an offset, in an index and in a point on a line.
 _BITS = 20
@@ -38,11 +38,15 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
         int64 (BH, count), for `offset` (BH, 1).
     """
     ranks = strata(integers(count, offset.device), offset, available, count)
-    return ranks.clamp_(max=available - 1).clamp_(min=0)
+    return clamp_index(ranks, available - 1)
 
 
 def systematic_sample(
-    probabilities: Tensor, num_samples: int, offset: Tensor, group: Tensor | None = None
+    probabilities: Tensor,
+    num_samples: int,
+    offset: Tensor,
+    group: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Sample at most `num_samples` different indices, index j with probability `probabilities[j]` (Madow 1949).
 
@@ -55,20 +59,25 @@ def systematic_sample(
         num_samples: number of points.
         offset: float64 (BH, S) in (0, 1), one for each of S samples.
         group: int64 (BH or 1, S), the group from which each sample is drawn; None if G is 1.
+        dtype: dtype of the log-weights.
 
     Returns:
         index: int64 (BH, S, num_samples), ascending where an index is selected.
-        log_weight: float64 (BH, S, num_samples), -log(probability); -inf where no index is selected.
+        log_weight: (BH, S, num_samples), -log(probability); -inf where no index is selected.
     """
     steps = integers(num_samples, offset.device)  # (num_samples,)
     points = _points(steps, offset.unsqueeze(2))  # (BH, S, num_samples)
-    index, probability = _locate(probabilities, points, num_samples + 1, group)
-    selected = steps < _of_group(probabilities.sum(2, keepdim=True), group).round()  # (BH, S, num_samples)
-    return index.masked_fill_(~selected, 0), probability.log_().neg_().masked_fill_(~selected, -torch.inf)
+    index, probability, total = _locate(probabilities, points, num_samples + 1, group)
+    unused = steps >= total.round()  # (BH, S, num_samples)
+    return index.masked_fill_(unused, 0), probability.to(dtype).log_().neg_().masked_fill_(unused, -torch.inf)
 
 
 def independent_sample(
-    scores: Tensor, num_samples: int, numbers: Tensor, group: Tensor | None = None
+    scores: Tensor,
+    num_samples: int,
+    numbers: Tensor,
+    group: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Sample with replacement, with probabilities p_j proportional to the scores and weights 1 / (num_samples p_j).
 
@@ -79,15 +88,17 @@ def independent_sample(
         num_samples: indices of each sample.
         numbers: float64 (BH, S, num_samples), uniform in (0, 1).
         group: as in `systematic_sample`.
+        dtype: dtype of the log-weights.
 
     Returns:
         As `systematic_sample`. Nothing is selected if all scores are 0.
     """
     scores = widened(scores)
     shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)  # (BH, G, N)
-    index, share = _locate(shares, _points(0, numbers.sort(2).values), 2, group)  # (BH, S, num_samples) each
-    nothing = _of_group(shares.sum(2, keepdim=True), group) < 0.5  # (BH, S, 1)
-    return index.masked_fill_(nothing, 0), (share * num_samples).log_().neg_().masked_fill_(nothing, -torch.inf)
+    index, share, total = _locate(shares, _points(0, numbers.sort(2).values), 2, group)  # (BH, S, num_samples) each
+    nothing = total < 0.5  # (BH, S, 1)
+    log_weight = (share.to(dtype) * num_samples).log_().neg_()
+    return index.masked_fill_(nothing, 0), log_weight.masked_fill_(nothing, -torch.inf)
 
 
 def _points(whole: Tensor | int, part: Tensor) -> Tensor:
@@ -97,11 +108,12 @@ def _points(whole: Tensor | int, part: Tensor) -> Tensor:
     """
     if part.dtype == torch.float64:
         # Moved back a little, so that rounding moves no point beyond the end.
-        return (part + whole) * (1.0 - 1e-9)
+        shrink = 1.0 - 1e-9
+        return part * shrink + whole * shrink
     return (part * 2.0**_LINE_BITS).to(torch.int64) + (whole << _LINE_BITS)
 
 
-def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None) -> tuple[Tensor, Tensor]:
+def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Find the interval in which each point lies if the intervals of its group are laid end to end.
 
     Args:
@@ -111,15 +123,19 @@ def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None)
         group: as in `systematic_sample`.
 
     Returns:
-        The index of the interval and its length, (BH, S, K) each. A point beyond the end has any index.
+        The index of the interval and its length, (BH, S, K) each, and the sum of all lengths, (BH, S, 1). A point
+        beyond the end has any index.
     """
     batch_heads, groups, size = lengths.shape
     if points.dtype == torch.int64:  # sums of integers are exact
         ends = (lengths * 2.0**_LINE_BITS).to(torch.int64).cumsum(2)
+        total = _of_group(ends[..., -1:], group)
         stretch = stretch << _LINE_BITS
-        points = torch.minimum(points, _of_group(ends[..., -1:], group)).clamp_(min=1)
+        points = torch.minimum(points, total).clamp_(min=1)
+        total = total.to(lengths.dtype) * 2.0**-_LINE_BITS
     else:
         ends = lengths.cumsum(2)
+        total = _of_group(ends[..., -1:], group)
     if group is not None:
         # The groups are laid end to end as well, so that one search serves all of them.
         ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]  # (BH, G, N)
@@ -128,7 +144,7 @@ def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None)
     # Some are beyond the end if probabilities are NaN, as in intervals of masked tokens that nothing sees.
     found.clamp_(max=groups * size - 1)
     length = lengths.view(batch_heads, -1).gather(1, found)
-    return found.remainder_(size).view_as(points), length.view_as(points)
+    return found.remainder_(size).view_as(points), length.view_as(points), total
 
 
 def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:

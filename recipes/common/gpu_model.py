@@ -33,6 +33,7 @@ from hf_efficient_attn.ops.backends.backend import AttendCall, Backend, Partial,
 from recipes.common.kernel_costs import COSTS
 
 _ATEN = torch.ops.aten
+_FILLS = "new_", "zeros_like", "ones_like", "full_like"
 _HALF = (torch.float16, torch.bfloat16)
 # The argument "is_causal" of attention kernels.
 _IS_CAUSAL = {
@@ -189,6 +190,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record(self, name: str, args: Any, kwargs: Any, given: list[Tensor], outs: list[Tensor]) -> None:
+        if name.startswith(_FILLS):  # writes only
+            given = []
         moved = sum(map(size_of, given)) + sum(map(size_of, outs))
         if any(y.numel() < outs[0].numel() or not y.is_contiguous() for y in given if y.ndim and outs):
             self.share = self.machine.strided

@@ -20,7 +20,7 @@ from hf_efficient_attn.ops.attend import attend, block_attention, keeps_pairs, t
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
-from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.index import ceil_div, clamp_index, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, key_ranges, plan_lsh
 from hf_efficient_attn.ops.sampled_keys.sampling import (
     FarField,
@@ -133,7 +133,7 @@ def plan_window(
         return NearField(None, None, start, block_q, block_k, kv_len, q_len)
     order = valid_first(key_mask)
     num_keys = key_mask.sum(1, keepdim=True)
-    start = start.clamp(max=num_keys - block_k).clamp_(min=0)
+    start = clamp_index(start.clone(), num_keys - block_k)
     query_order, num_queries = (order, num_keys) if q_len == kv_len else (None, q_len)
     return NearField(query_order, order, start, block_q, block_k, num_keys, num_queries)
 
@@ -202,7 +202,7 @@ def _spread_queries(window: NearField, shape: torch.Size, num_rows: int, draws: 
     sampled = num_queries.clamp(1, count)
     step = integers(count, draws.device)
     ranks = strata(step, offset, num_queries, sampled)  # (BH, R)
-    return ranks.clamp_(max=num_queries - 1).clamp_(min=0), step < num_queries
+    return clamp_index(ranks, num_queries - 1), step < num_queries
 
 
 def near_keys(near: NearField, sorted_index: Tensor) -> Tensor:
@@ -248,8 +248,7 @@ def probe_norms(
         index = stratified_ranks(ceil_div(options.num_probes, groups), bounds.diff(dim=1), offset[:, None, None])
         index = (index + bounds[:, :-1]).flatten(1).clamp_(max=near.num_queries - 1).clamp_(min=0)  # (BH, R)
         positions = index if near.query_order is None else near.query_order.gather(1, index)
-        weights = row_weights(query, key, positions, key_mask, options)
-        rows = ExactRows(index, near_keys(near, index), weights)
+        rows = ExactRows(index, near_keys(near, index), row_weights(query, key, positions, key_mask, options))
         group_of_row = integers(groups, query.device).repeat_interleave(index.shape[1] // groups).expand_as(index)
     else:
         group_of_row = group.expand(batch_heads, -1).gather(1, rows.sorted_index // near.block_q)  # (BH, R)
@@ -260,12 +259,14 @@ def probe_norms(
         num_rows = rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
-    member = member.to(squares.dtype)
     factor = near.num_queries * groups
-    # A quotient of integers would have float32.
-    norms = torch.bmm(member, squares).to(accumulation_dtype(squares.dtype))  # (BH, G, R) @ (BH, R, Nk)
-    weight = factor / num_rows if isinstance(factor, int) else (factor.to(norms.dtype) / num_rows).unsqueeze(2)
-    return norms.mul_(weight), group  # (BH, G, Nk)
+    share = factor / num_rows if isinstance(factor, int) and isinstance(num_rows, int) else 1.0
+    # (BH, G, R) @ (BH, R, Nk)
+    norms = torch.baddbmm(squares.new_zeros(1, 1, 1), member.to(squares.dtype), squares, beta=0, alpha=share)
+    norms = norms.to(accumulation_dtype(squares.dtype))
+    if isinstance(factor, Tensor):  # a quotient of integers would have float32
+        norms *= (factor.to(norms.dtype) / num_rows).unsqueeze(2)
+    return norms, group  # (BH, G, Nk)
 
 
 def sampling_scores(
@@ -322,9 +323,8 @@ def near_far_attention(
     call = {"scale": options.scale, "dropout_p": options.dropout_p}
     first = near.start.unsqueeze(2)  # (BH, T, 1)
     far_index = far.sorted_index.expand(-1, first.shape[1], -1)  # (BH, T, M)
-    # An index lies in the near field if clamping it to the near field does not change it.
-    nearest = torch.clamp(far_index, first, first + (near.block_k - 1))
-    far_bias = far.log_weight.masked_fill(nearest == far_index, -torch.inf)  # (BH, T, M)
+    is_near = torch.clamp(far_index, first, first + (near.block_k - 1)) == far_index  # it lies in the near field
+    far_bias = far.log_weight.masked_fill(is_near, -torch.inf)  # (BH, T, M)
     keys = key_ranges(near, key)
     if far_index.shape[2]:
         keys = keys._replace(listed=far_index, log_weight=far_bias)

@@ -20,7 +20,7 @@ from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_atten
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.index import ceil_div, integers, inverse, pad_to_blocks, take, valid_first
+from hf_efficient_attn.ops.index import ceil_div, clamp_index, integers, inverse, pad_to_blocks, take, valid_first
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
@@ -145,7 +145,7 @@ def block_starts(
     middle = torch.arange(block_q // 2, q_len + block_q // 2, block_q, device=device).expand(batch_heads, -1)  # (BH, T)
     of_middle = query_keys.gather(1, middle.clamp(max=num_queries - 1).clamp_(min=0))  # (BH, T)
     start = torch.searchsorted(keys, of_middle) - block_k // 2  # (BH, T)
-    return start.clamp_(max=num_keys - block_k).clamp_(min=0)
+    return clamp_index(start, num_keys - block_k)
 
 
 _STREAM = 45

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, wide_dtype, widened
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
-from hf_efficient_attn.ops.index import integers, take
+from hf_efficient_attn.ops.index import clamp_index, integers, take
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField
 from hf_efficient_attn.ops.strata import independent_sample, strata, systematic_sample
 
@@ -228,13 +228,12 @@ def sample_keys(scores: Tensor, offset: Tensor, options: SamplingOptions, group:
         group: int64 (BH or 1, S), the scores from which each sample is drawn; None if G is 1.
     """
     num_samples = options.num_samples
+    dtype = accumulation_dtype(scores.dtype)
     if options.independent:
         numbers = options.draws.uniform((num_samples,), _INDEPENDENT) + offset.unsqueeze(2)
-        index, log_weight = independent_sample(scores, num_samples, numbers.frac(), group)
-    else:
-        probabilities = inclusion_probabilities(scores, num_samples)
-        index, log_weight = systematic_sample(probabilities, num_samples, offset, group)
-    return FarField(index, log_weight.to(accumulation_dtype(scores.dtype)))
+        return FarField(*independent_sample(scores, num_samples, numbers.frac(), group, dtype))
+    probabilities = inclusion_probabilities(scores, num_samples)
+    return FarField(*systematic_sample(probabilities, num_samples, offset, group, dtype))
 
 
 def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: torch.dtype) -> FarField:
@@ -260,7 +259,7 @@ def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: tor
     # Skip the near field: indices from its start on move behind it.
     index = torch.add(index, index >= start, alpha=near.block_k)
     limit = num_keys - 1 if isinstance(num_keys, int) else num_keys.unsqueeze(2) - 1
-    return FarField(index.clamp_(max=limit).clamp_(min=0), log_weight)
+    return FarField(clamp_index(index, limit), log_weight)
 
 
 def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
