@@ -184,7 +184,8 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
         # `cholesky_inverse` takes longer than solves, and on a CUDA device it inverts one matrix after another.
         inverse = None
         if right.shape[2] > _MANY_RIGHT * kernel.shape[1]:
-            inverse = _solve(lower, one.expand_as(lower))  # (BH, m, m)
+            factor = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
+            inverse = torch.bmm(factor.mT, factor)  # (BH, m, m)
 
     def solve(right: Tensor) -> Tensor:
         return _solve(lower, right) if inverse is None else torch.bmm(inverse, right)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.backends.devices import adds_by_index
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, replaced_in_graphs, unrecorded
 
 # At most so many results are kept, with at most so many bytes together. Larger results than `_LARGEST_KEPT` are not.
@@ -126,12 +127,12 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     Returns:
         (BH, ..., D).
     """
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and torch.is_grad_enabled() and adds_by_index(x.device):
         # Gathering along the first dimension with an expanded index processes whole tokens, forward and backward.
         flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])  # (BH * ..., D)
         return x.flatten(0, 1).gather(0, flat).view(*index.shape, x.shape[2])
-    # `embedding` copies a whole token at a time and is five times as fast as `gather`. With a gradient `gather` is
-    # faster, because of its backward.
+    # `embedding` copies a whole token at a time and is five times as fast as `gather`. Its backward sorts the index
+    # instead of adding to tokens atomically; on a CPU that of `gather` is faster.
     return torch.embedding(x.reshape(-1, x.shape[2]), flat_index(index, x.shape[1]))
 
 

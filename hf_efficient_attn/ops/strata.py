@@ -109,7 +109,7 @@ def _points(whole: Tensor | int, part: Tensor) -> Tensor:
     if part.dtype == torch.float64:
         # Moved back a little, so that rounding moves no point beyond the end.
         shrink = 1.0 - 1e-9
-        return part * shrink + whole * shrink
+        return part * shrink + torch.as_tensor(whole, dtype=part.dtype, device=part.device) * shrink
     return (part * 2.0**_LINE_BITS).to(torch.int64) + (whole << _LINE_BITS)
 
 

@@ -277,6 +277,9 @@ class Recorder(TorchDispatchMode):
             least, ops = given[-1].numel() / (m.atomics / 20 if "reduce" in name else m.atomics), 2
         elif name == "searchsorted":
             moved += given[1].numel() * 16.0 * math.log2(max(2, given[0].shape[-1]))
+        elif name == "embedding_dense_backward":  # sorts the index
+            index = given[1].numel()
+            moved, least, ops = moved + 8 * 32.0 * index, 8 * 4e-6, 8
         elif name in ("embedding", "index_select", "gather", "index"):
             moved += min(size_of(x), sum(map(size_of, outs))) - size_of(x)
         elif name == "_softmax" and n > 1024:

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, takes_blocks
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
 from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, weighted_sums, with_ones
-from hf_efficient_attn.ops.index import take
+from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.nearfar.groups import (
     LEAST_SHARE,
     CountedKeys,
@@ -273,11 +273,21 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
     near_value = take(keys.value, near)
     sums, total, near_bias = _without(keys, near, near_value, has_near)
     value, log_weight = means_and_logs(sums, total, LEAST_SHARE * keys.total.unsqueeze(1))  # (BH, G, m, .), (BH, G, m)
-    center = keys.center.to(queries.dtype).unsqueeze(1).expand(-1, near.shape[1], -1, -1)
+    value = value.to(keys.value.dtype)
+    bias = torch.cat((near_bias, log_weight), 2)  # (BH, G, w + m)
+    center = keys.center.to(queries.dtype).unsqueeze(1).expand(-1, near.shape[1], -1, -1)  # (BH, G, m, D)
+    rows = queries.flatten(1, 2)
+    blocks = BlockKeys(queries.shape[2], listed=near, log_weight=bias)
+    if takes_blocks(rows, rows, keys.value, blocks, options.dropout_p):
+        # The landmarks of all groups follow the keys.
+        own = keys.key.shape[1] + integers(log_weight[0].numel(), near.device).view_as(log_weight[0])  # (G, m)
+        blocks = blocks._replace(listed=torch.cat((near, own.expand_as(log_weight)), 2))
+        key = torch.cat((keys.key.to(queries.dtype), center.flatten(1, 2)), 1)  # (BH, Nk + G m, D)
+        found = block_attention(rows, key, torch.cat((keys.value, value.flatten(1, 2)), 1), blocks, **call)
+        assert found is not None
+        return found.out.unflatten(1, queries.shape[1:3])
     key = torch.cat((take(keys.key, near).to(queries.dtype), center), 2)  # (BH, G, w + m, D)
-    value = torch.cat((near_value, value.to(near_value.dtype)), 2)
-    bias = torch.cat((near_bias, log_weight), 2).unsqueeze(2)  # (BH, G, 1, w + m)
-    return attend(queries, key, value, bias, **call).out
+    return attend(queries, key, torch.cat((near_value, value), 2), bias.unsqueeze(2), **call).out
 
 
 def _without(keys: _Keys, near: Tensor, value: Tensor, has_near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
