@@ -66,7 +66,7 @@ def systematic_sample(
         log_weight: (BH, S, num_samples), -log(probability); -inf where no index is selected.
     """
     steps = integers(num_samples, offset.device)  # (num_samples,)
-    points = _points(steps, offset.unsqueeze(2))  # (BH, S, num_samples)
+    points = _points(offset.unsqueeze(2), steps)  # (BH, S, num_samples)
     index, probability, total = _locate(probabilities, points, num_samples + 1, group)
     unused = steps >= total.round()  # (BH, S, num_samples)
     return index.masked_fill_(unused, 0), probability.to(dtype).log_().neg_().masked_fill_(unused, -torch.inf)
@@ -95,22 +95,24 @@ def independent_sample(
     """
     scores = widened(scores)
     shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)  # (BH, G, N)
-    index, share, total = _locate(shares, _points(0, numbers.sort(2).values), 2, group)  # (BH, S, num_samples) each
+    index, share, total = _locate(shares, _points(numbers.sort(2).values), 2, group)  # (BH, S, num_samples) each
     nothing = total < 0.5  # (BH, S, 1)
     log_weight = (share.to(dtype) * num_samples).log_().neg_()
     return index.masked_fill_(nothing, 0), log_weight.masked_fill_(nothing, -torch.inf)
 
 
-def _points(whole: Tensor | int, part: Tensor) -> Tensor:
-    """Make points of a line from integers and parts in (0, 1).
+def _points(part: Tensor, whole: Tensor | None = None) -> Tensor:
+    """Make points of a line from parts in (0, 1) and integers, or None for 0.
 
     Without float64 they are integers, in units of 2^-40, so that a large number keeps its part.
     """
     if part.dtype == torch.float64:
         # Moved back a little, so that rounding moves no point beyond the end.
         shrink = 1.0 - 1e-9
-        return part * shrink + torch.as_tensor(whole, dtype=part.dtype, device=part.device) * shrink
-    return (part * 2.0**_LINE_BITS).to(torch.int64) + (whole << _LINE_BITS)
+        points = part * shrink
+        return points if whole is None else points + whole.to(part.dtype) * shrink
+    points = (part * 2.0**_LINE_BITS).to(torch.int64)
+    return points if whole is None else points + (whole << _LINE_BITS)
 
 
 def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -285,7 +285,7 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
         key = torch.cat((keys.key.to(queries.dtype), center.flatten(1, 2)), 1)  # (BH, Nk + G m, D)
         found = block_attention(rows, key, torch.cat((keys.value, value.flatten(1, 2)), 1), blocks, **call)
         assert found is not None
-        return found.out.unflatten(1, queries.shape[1:3])
+        return found.out.view(*queries.shape[:3], -1)
     key = torch.cat((take(keys.key, near).to(queries.dtype), center), 2)  # (BH, G, w + m, D)
     return attend(queries, key, torch.cat((near_value, value), 2), bias.unsqueeze(2), **call).out
 
