@@ -23,6 +23,7 @@ from hf_efficient_attn.integration.distance_bias import attach_hook
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.inputs import padding_mask
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order
+from hf_efficient_attn.integration.packing import refuse_begins
 from hf_efficient_attn.integration.refusals import why_cross_attention_is_exact
 from hf_efficient_attn.methods import MethodConfig, attention, parameters_of_slice
 from hf_efficient_attn.ops.row_error import row_error
@@ -170,6 +171,7 @@ class _Capture:
             )
         location, config = self.known[module]
         read = read_call("measuring attention", module, location, key, attention_mask, kwargs)
+        refuse_begins("measuring attention", read.begins)
         is_cross = not read.is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import inputs, model_kinds, refusals, settings
+from hf_efficient_attn.integration import inputs, model_kinds, packing, refusals, settings
 from hf_efficient_attn.integration.cache import LAYER, MethodLayer, NewKeys
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
@@ -56,6 +56,7 @@ class LayerCall(NamedTuple):
     seed: int  # of the layer's draws in eval mode
     window: int | None  # the number of keys on one side, its own included, that a query attends to; None for all
     distance_bias: Tensor | None  # (H, 2R + 1), the bias of the scores by distance; None for none
+    begins: Tensor | None = None  # bool (B, N), True for the first token of each text of packed rows; None for others
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -83,6 +84,8 @@ def read_call(
     distance_bias = take_bias(module, kwargs, key.device) if ARGUMENT in kwargs else None
     mask = inputs.read_mask(name, attention_mask)
     window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+    if mask.begins is not None:  # the mask says the same
+        kwargs = {name: x for name, x in kwargs.items() if name not in packing.ARGUMENTS}
     refuse_arguments(name, kwargs)
     # What the mask says, else the call, else the module. Cross attention never is causal.
     if mask.is_causal is not None:
@@ -91,7 +94,7 @@ def read_call(
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and not location.is_cross
     dropout_p, seed = dropout if module.training else 0.0, settings.layer_seed(location.layer)
-    return LayerCall(location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias)
+    return LayerCall(location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins)
 
 
 def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kwargs: Mapping[str, Any]) -> int | None:
@@ -147,14 +150,21 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
             settings.warn_beyond_calibration(settings.settings_of(getattr(module, "config", None), name), *keys)
         options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
+
+        def compute(tensors: packing.QueryKeyValue, key_mask: Tensor | None) -> Tensor:
+            if method is None:
+                given = {**options, "distance_bias": call.distance_bias, "window": call.window}
+                return exact_layer(*tensors, key_mask, **given)
+            return _attend_by_method(name, module, method, call._replace(key_mask=key_mask), tensors, cached)
+
         if shards is not None:
+            packing.refuse_begins("sequence parallelism", call.begins)
             parameters = {} if method is None else required_tensors(module, method, call.location.name)
             out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
-        elif method is None:
-            options |= {"distance_bias": call.distance_bias, "window": call.window}
-            out = exact_layer(*tensors, call.key_mask, **options)
+        elif call.begins is not None:
+            out = packing.attend_by_text(compute, tensors, call.begins)
         else:
-            out = _attend_by_method(name, module, method, call, tensors, cached)
+            out = compute(tensors, call.key_mask)
         return out.transpose(1, 2).contiguous(), None
 
     setattr(forward, TAKES_DISTANCE_BIAS, True)
@@ -207,7 +217,7 @@ def _attend_by_method(
     module: nn.Module,
     method: MethodConfig,
     call: LayerCall,
-    tensors: tuple[Tensor, Tensor, Tensor],
+    tensors: packing.QueryKeyValue,
     cached: MethodLayer | None,
 ) -> Tensor:
     """The output (B, H, Nq, Dv) of a method for queries, keys and values, or that of a cache layer."""

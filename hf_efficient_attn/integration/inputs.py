@@ -21,6 +21,8 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.integration import packing
+from hf_efficient_attn.integration.packing import refuse_where
 from hf_efficient_attn.integration.settings import EXACT, method_of
 from hf_efficient_attn.ops.tracing import replaced_in_graphs, unwrapped
 
@@ -34,29 +36,32 @@ _KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
     torch.uint8: (False, True),
     torch.bool: (None, False),
 }
-# Arguments that tell where the texts of a packed row begin.
-_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 _PATTERN = (
-    "the mask is not plain causal or full attention (packed sequences, chunks, blocks or a prefix), which "
-    "sub-quadratic attention cannot keep: pad the sequences instead of packing them, or use "
-    f"attn_implementation={EXACT!r}"
+    "the mask is not plain causal or full attention, nor that of packed rows (chunks, blocks or a prefix), which "
+    f"sub-quadratic attention cannot keep: use attn_implementation={EXACT!r}"
 )
 # The attribute of a model with the `PositionTable`s that it holds.
 TABLES = "_efficient_attention_positions"
 
 
-def check_inputs(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook: refuse `output_attentions`, packed rows, and inputs longer than the position table.
+def check_inputs(
+    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A forward pre-hook: refuse `output_attentions`, inputs longer than the position table, and some packed rows.
 
-    Some models do not pass these arguments on to their attention.
+    Some models do not pass these arguments on to their attention. Packed rows are computed without a cache, because
+    Transformers tells their texts apart only then.
     """
     name = method_of(model.config)
-    if name is not None:
-        given = by_name(model, args, kwargs)
-        refuse_packed_rows(given)
-        refuse_long_input(model, given)
-        requested = given.get("output_attentions")
-        refuse_attentions(name, model.config.output_attentions if requested is None else requested)
+    if name is None:
+        return None
+    given = by_name(model, args, kwargs)
+    is_packed = packing.are_packed(model, given)
+    refuse_long_input(model, given)
+    requested = given.get("output_attentions")
+    refuse_attentions(name, model.config.output_attentions if requested is None else requested)
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    return (args, {**kwargs, "use_cache": False}) if is_packed and takes_cache else None
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -73,44 +78,6 @@ def refuse_attentions(name: str, requested: object) -> None:
             f"output_attentions=True: {name} never computes the attention probabilities; load the model with "
             "attn_implementation='eager' to see them"
         )
-
-
-def refuse_packed_rows(given: Mapping[str, Any]) -> None:
-    """Refuse a call, by its arguments, with several texts in one row, which would attend to each other.
-
-    Transformers looks at the positions only where it makes a causal mask without a cache.
-
-    An argument says where texts begin, or the positions of a row begin again, not counting those of padding.
-    """
-    ids, mask = given.get("position_ids"), given.get("attention_mask")
-    argument = next((name for name in _PACKING if given.get(name) is not None), None)
-    message = (
-        f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, which would attend to "
-        "each other: pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening), or "
-        "use attn_implementation='flash_attention_2'"
-    )
-    if argument is not None:
-        raise UnsupportedAttentionError(message)
-    message += (
-        ". If they are not packed, and the positions begin again because the model has too few: extend them with "
-        "hf_efficient_attn.extend_positions(model, max_length), and leave position_ids out"
-    )
-    # With another mask the model makes masks for a part of it.
-    is_known = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-    if is_known and isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] > 1 and not ids.is_meta:
-        restarts = ids[:, 1:] < ids[:, :-1]
-        if mask is not None and mask.shape[1] >= ids.shape[1]:
-            valid = mask[:, mask.shape[1] - ids.shape[1] :].to(ids.device, torch.bool)
-            restarts = restarts & valid[:, 1:] & valid[:, :-1]
-        refuse_where(restarts.any(), message)
-
-
-def refuse_where(problem: Tensor, message: str) -> None:
-    """Refuse a call for which a bool scalar is True. While a graph is traced, the check is part of the graph."""
-    if is_tracing(problem):
-        torch._assert_async(~problem, message)
-    elif bool(unwrapped(problem).any()):
-        raise UnsupportedAttentionError(message)
 
 
 class PositionTable(NamedTuple):
@@ -180,6 +147,7 @@ class KeyMask(NamedTuple):
     keys: Tensor | None  # bool (B, Nk), True for the keys to attend to; None if there is no padding
     is_causal: bool | None  # whether it was made for causal attention; None if that is not known
     is_local: bool = False  # whether it was made for a sliding window that is shorter than the keys
+    begins: Tensor | None = None  # bool (B, N), True for the first token of each text of packed rows; None for others
 
 
 def padding_mask(
@@ -198,7 +166,8 @@ def padding_mask(
     """Make the mask of the keys. Transformers determines the arguments.
 
     Returns (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
-    Any pattern but padding and a window, a static cache, and a mask that is not 2-D are refused.
+    For packed rows it returns (B, 1, kv_length), 1 for the first token of each text. Any pattern but padding, packed
+    rows and a window, a static cache, and a mask that is not 2-D are refused.
     """
     # Only Transformers' functions for bidirectional masks pass this argument.
     is_causal = "allow_is_bidirectional_skip" not in kwargs
@@ -210,7 +179,7 @@ def padding_mask(
     if use_vmap:
         raise UnsupportedAttentionError(_PATTERN)
     window = local_size if local_size is not None and local_size < kv_length else None
-    mask = None
+    mask = begins = None
     if attention_mask is not None:
         if attention_mask.ndim != 2:
             raise UnsupportedAttentionError(
@@ -224,24 +193,37 @@ def padding_mask(
         contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
         queries = torch.arange(q_length, device=device) + q_offset
         valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
-        refuse_where(~_is_plain(contains, queries, kv_offset, valid, is_causal, window), _PATTERN)
+        if is_causal and mask is None and q_length == kv_length and not is_tracing(valid):
+            # A text begins where a query does not see the key before it.
+            begins = ~contains(queries, queries - 1).expand(batch_size, -1)
+            begins[:, 0] = True
+        refuse_where(~_is_plain(contains, queries, kv_offset, valid, is_causal, window, begins), _PATTERN)
     dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
+    if begins is not None and bool(unwrapped(begins[:, 1:]).any()):
+        return begins.unsqueeze(1).to(dtype)
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
     return torch.ones(batch_size, kv_length, dtype=dtype, device=device) if mask is None else mask.to(dtype)
 
 
 def _is_plain(
-    contains: Callable[..., Tensor], queries: Tensor, first: int, valid: Tensor, is_causal: bool, window: int | None
+    contains: Callable[..., Tensor],
+    queries: Tensor,
+    first: int,
+    valid: Tensor,
+    is_causal: bool,
+    window: int | None,
+    begins: Tensor | None,
 ) -> Tensor:
-    """Whether a composed mask equals plain causal or full attention, or a sliding window: a bool scalar.
+    """Whether a composed mask equals plain causal or full attention, or a sliding window, within texts: a bool scalar.
 
     While a graph is traced, Transformers composes plain masks too, as if every sequence were packed. In the patterns
     that Transformers composes, every query attends to an interval of keys around it. So it is enough to check the two
     ends of each interval, which takes O(N) pairs.
 
     `contains` says of positions of queries (Nq,) and of keys, the first of which is at `first`, which pairs are in the
-    mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter.
+    mask: bool (B, Nq). Pairs with padding, where `valid`, bool (B, Nk), is False, do not matter. `begins`, bool
+    (B, Nq), is True for the first token of each text.
     """
     last = first + valid.shape[1] - 1
     if window is None:
@@ -249,6 +231,8 @@ def _is_plain(
         high = queries if is_causal else last - valid.flip(1).to(torch.int64).argmax(1, keepdim=True)
     else:
         low, high = (queries - window + 1, queries) if is_causal else (queries - window, queries + window)
+    if begins is not None:
+        low = torch.maximum(low, torch.where(begins, queries, first).cummax(1)[0])
     plain = torch.ones((), dtype=torch.bool, device=valid.device)
     for keys, is_reached in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
         index = (keys - first).clamp(0, last - first).expand(len(valid), -1)
@@ -265,6 +249,9 @@ def read_mask(name: str, mask: object) -> KeyMask:
         return KeyMask(None, None)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype in _KINDS:
         return KeyMask(mask.to(torch.bool), *_KINDS[mask.dtype])
+    # Models make no mask of three dimensions.
+    if isinstance(mask, Tensor) and mask.ndim == 3 and mask.shape[1] == 1 and _KINDS.get(mask.dtype, (None,))[0]:
+        return KeyMask(None, *_KINDS[mask.dtype], begins=mask[:, 0].to(torch.bool))
     kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedAttentionError(
         f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "

@@ -7,7 +7,6 @@ import pathlib
 import pickle
 import re
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -312,73 +311,6 @@ def test_unknown_names_and_values_are_refused_at_once():
         config.efficient_attention["num_samples"] = 8
 
 
-# Several texts in one row are refused wherever the arguments of a call show them, and positions of padding are not.
-
-TEXTS = [{"input_ids": list(range(5, 5 + length))} for length in (30, 1, 25)]
-TEXT_MODELS = ["llama", "gpt2", "bert", "distilbert"]
-
-
-def collated(**options) -> dict:
-    batch = transformers.DataCollatorWithFlattening(**options)(TEXTS, return_tensors="pt")
-    batch.pop("labels")
-    return batch
-
-
-def caches(family: str) -> list[dict]:
-    return [{}] if family in ("bert", "distilbert") else [{"use_cache": True}, {"use_cache": False}, {}]
-
-
-@pytest.mark.parametrize("layers", [None, [1]], ids=str)
-@pytest.mark.parametrize("family", TEXT_MODELS)
-def test_the_rows_of_the_collator(family, layers):
-    model = hea.convert(tiny_model(family, head=True), "linear", layers=layers)
-    first = collated()
-    ids = first["input_ids"]
-    batches = [first, {**first, "attention_mask": torch.ones_like(ids)}, {**first, "input_ids": ids.expand(2, -1)}]
-    kinds = ({"return_flash_attn_kwargs": True}, {"return_seq_idx": True})
-    batches += [collated(return_position_ids=False, **options) for options in kinds]
-    calls = [partial(model, **batch, **cache) for batch in batches for cache in caches(family)]
-    calls.append(partial(model.base_model, **first))
-    names = list(inspect.signature(model.forward).parameters)
-    if "position_ids" in names:
-        calls.append(partial(model, *(first.get(name) for name in names[: names.index("position_ids") + 1])))
-    for call in calls:
-        refuses("packed sequences", call)
-    # The other reason why positions begin again.
-    again = {"input_ids": ids[:1], "position_ids": torch.arange(ids.shape[1])[None] % 20}
-    if "position_ids" in names:
-        refuses(r"has too few: extend them with .*extend_positions\(", model, **again)
-    hea.convert(model, "sdpa")(**first)
-
-
-@pytest.mark.parametrize("family", TEXT_MODELS)
-@pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_positions_of_one_text(family, padding):
-    if family == "distilbert":
-        pytest.skip("the model takes no position_ids")
-    model, batch = tiny_model(family, "linear", head=True), tiny_batch(family, padding=padding)
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    counted = mask.cumsum(1) - 1
-    for positions in (counted.masked_fill(mask == 0, 0), counted.masked_fill(mask == 0, 1), torch.arange(5, 75)[None]):
-        for cache in caches(family):
-            model(**batch, position_ids=positions, **cache)
-    if family in ("llama", "gpt2") and padding != "right":
-        model.generate(**batch, max_new_tokens=4, do_sample=False)
-
-
-@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_packed_sequences_in_a_compiled_model(use_cache):
-    """The values are not known while the graph is traced, so the check is part of the graph."""
-    torch.compiler.reset()
-    model, ids = tiny_model("llama", "linear"), tiny_batch("llama")["input_ids"]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    plain, packed = torch.arange(70)[None], torch.cat((torch.arange(30), torch.arange(40)))[None]
-    with torch.no_grad():
-        compiled(ids, position_ids=plain, use_cache=use_cache)
-        with pytest.raises(RuntimeError, match="packed sequences"):
-            compiled(ids, position_ids=packed, use_cache=use_cache)
-
-
 @pytest.mark.parametrize("family", ["bert", *DECODERS])
 def test_masks_of_pairs_are_refused(family):
     batch = {**tiny_batch(family), "attention_mask": torch.ones(2, 1, 70, 70)}
@@ -416,7 +348,7 @@ def test_every_kind_of_mask_that_transformers_makes():
             return create(config=config, inputs_embeds=states, attention_mask=mask, **options, **more)
 
         config.sliding_window = config.attention_chunk_size = 70
-        keys, is_causal, is_local = said(call())
+        keys, is_causal, is_local, _ = said(call())
         assert torch.equal(keys, padding.bool()) and is_causal is not kind.startswith("full") and not is_local, kind
         assert call(mask=torch.ones_like(padding)) is None and call(mask=None) is None, kind
         for more in ("or_mask_function", "and_mask_function"):
@@ -425,9 +357,10 @@ def test_every_kind_of_mask_that_transformers_makes():
         config.sliding_window = config.attention_chunk_size = 69
         if kind == "chunk":
             refuses("not plain", call)
+            assert read_mask("a method", call(mask=None)).begins.sum() == 4  # chunks are texts
         elif "window" in kind:
             for mask in (padding, None):
-                keys, is_causal, is_local = said(call(mask=mask))
+                keys, is_causal, is_local, _ = said(call(mask=mask))
                 assert is_local and is_causal is not kind.startswith("full")
                 assert torch.equal(keys, torch.ones_like(keys) if mask is None else padding.bool())
     # A mask of other code says nothing about causality.

@@ -1,0 +1,163 @@
+"""Packed rows: several texts in one row, each of which is attended to by itself.
+
+The positions of a packed row begin again with each text. Transformers composes a mask from them where a causal mask is
+made without a cache and without an attention mask. `inputs.padding_mask` finds the texts in this mask, so a model whose
+code does not hand its positions to the mask is refused. An attention mask says that each row is one text, as it does
+for exact attention. The texts are computed in batches of similar length (`attend_by_text`).
+"""
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.import_utils import is_tracing
+
+from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.ops.tracing import unwrapped
+
+# Arguments that tell where the texts of a packed row begin.
+ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+# Queries, keys and values
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
+_PAD = "pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening)"
+
+
+def are_packed(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
+    """Whether a call of a model, by its arguments, has packed rows. Rows that would not be kept apart are refused.
+
+    While a graph is traced, packed rows are refused by a check in the graph.
+    """
+    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    argument = next((name for name in ARGUMENTS if given.get(name) is not None), None)
+    if argument is None and (mask is not None or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_meta):
+        return False
+    what = f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, "
+    if mask is not None:
+        raise UnsupportedAttentionError(
+            f"{what}and an attention_mask says that each row is one text: leave the attention_mask out, or {argument}"
+        )
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise UnsupportedAttentionError(
+            f"{what}and nothing but the positions tells the texts apart in this model: give it position_ids (batch, "
+            "tokens) that begin again with each text, as DataCollatorWithFlattening makes them"
+        )
+    begins = ids.diff(dim=1) != 1  # (B, N - 1)
+    hint = (
+        f"which would attend to each other: {_PAD}, or use attn_implementation='flash_attention_2'. If they are not "
+        "packed, and the positions begin again because the model has too few: give an attention_mask of ones"
+    )
+    if is_tracing(begins):
+        torch._assert_async(~(ids.diff(dim=1) < 0).any(), what + hint)
+        return False
+    if argument is not None and not _agree(argument, given[argument], unwrapped(begins)):
+        raise UnsupportedAttentionError(f"{what}but in other places than those where position_ids begin again")
+    if not bool(unwrapped(begins).any()):
+        return False
+    if not any(_reads_positions(type(x).__module__) for x in model.modules() if isinstance(x, PreTrainedModel)):
+        # Positions may skip some tokens.
+        refuse_where((ids.diff(dim=1) < 0).any(), what + hint)
+        return False
+    if given.get("use_cache") or given.get("past_key_values") is not None:
+        raise UnsupportedAttentionError(f"{what}and a key-value cache would hold them as one text: use_cache=False")
+    return True
+
+
+def refuse_begins(name: str, begins: Tensor | None) -> None:
+    """Refuse packed rows in the name of what computes one text per row only."""
+    if begins is not None:
+        raise UnsupportedAttentionError(f"{name}: the rows are packed sequences, several texts in one: {_PAD}")
+
+
+def refuse_where(problem: Tensor, message: str) -> None:
+    """Refuse a call for which a bool scalar is True. While a graph is traced, the check is part of the graph."""
+    if is_tracing(problem):
+        torch._assert_async(~problem, message)
+    elif bool(unwrapped(problem).any()):
+        raise UnsupportedAttentionError(message)
+
+
+def _agree(argument: str, texts: Tensor, begins: Tensor) -> bool:
+    """Whether an argument says that texts begin after the tokens where `begins`, bool (B, N - 1), is True."""
+    if argument == "seq_idx":
+        return torch.equal(texts.diff(dim=-1).view_as(begins) != 0, begins)
+    return len(begins) == 1 and torch.equal(texts[1:-1].to(begins.device), begins[0].nonzero()[:, 0] + 1)
+
+
+@functools.cache
+def _reads_positions(module: str) -> bool:
+    """Whether the code in a module of models hands positions to all causal masks that it makes, and makes one."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):  # no source
+        return False
+    found = []
+    for function in (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)):
+        calls = [x for x in ast.walk(function) if isinstance(x, ast.Call) and "causal_mask" in _name(x.func)]
+        names = {x.value for x in ast.walk(function) if isinstance(x, ast.Constant)}
+        for call in (x for x in calls if _name(x.func).startswith("create_")):
+            words = [x.arg for x in call.keywords]  # None for **
+            found.append("position_ids" in words or (None in words and "position_ids" in names))
+    return bool(found) and all(found)
+
+
+def _name(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
+class Texts(NamedTuple):
+    """T texts of similar length.
+
+    Attributes:
+        token: int64 (T, L), the tokens of each text among those of all rows.
+        valid: bool (T, L), False behind the end of a text.
+    """
+
+    token: Tensor
+    valid: Tensor
+
+
+def texts_of(begins: Tensor) -> Iterator[Texts]:
+    """Find the texts of packed rows, bool (B, N), True for the first token of each text.
+
+    The longest text of a batch has less than twice the tokens of the shortest one.
+    """
+    start = begins.flatten().nonzero()[:, 0]
+    length = pad(start, (0, 1), value=begins.numel()).diff()
+    bits = torch.tensor([x.bit_length() for x in length.tolist()], device=start.device)
+    for one in bits.unique():
+        same = bits == one
+        offset = torch.arange(int(length[same].max()), device=begins.device)
+        token = start[same].unsqueeze(1) + offset
+        yield Texts(token.clamp(max=begins.numel() - 1), offset < length[same].unsqueeze(1))
+
+
+def attend_by_text(
+    compute: Callable[[QueryKeyValue, Tensor], Tensor], tensors: QueryKeyValue, begins: Tensor
+) -> Tensor:
+    """Compute the attention of each text of packed rows by itself.
+
+    Args:
+        compute: maps queries, keys and values (T, H, L, .) and the bool mask (T, L) of their tokens to (T, H, L, Dv).
+        tensors: queries, keys and values (B, H, N, .) of the packed rows.
+        begins: bool (B, N), True for the first token of each text.
+
+    Returns:
+        (B, H, N, Dv).
+    """
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in tensors)  # (B N, H, .) each
+    outs = []
+    order = []
+    for texts in texts_of(begins):
+        q, k, v = (x[texts.token].transpose(1, 2) for x in (query, key, value))  # (T, H, L, .) each
+        out = compute((q, k, v), texts.valid)  # (T, H, L, Dv)
+        outs.append(out.transpose(1, 2)[texts.valid])
+        order.append(texts.token[texts.valid])
+    joined = torch.cat(outs).index_select(0, torch.cat(order).argsort())  # (B N, H, Dv)
+    return joined.unflatten(0, begins.shape).transpose(1, 2)
