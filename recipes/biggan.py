@@ -1,17 +1,16 @@
 """BigGAN with exact attention and with other methods on the same noise (KDEformer's section 4.2 and Table 1).
 
-    python -m recipes.biggan generate CHECKPOINT --output dogs.png --classes "golden retriever,207" --truncation 0.4
-    python -m recipes.biggan compare CHECKPOINT --output side.png --method kdeformer,performer --budget 128,256
+    python -m recipes.biggan compare CHECKPOINT --output dogs.png --classes "golden retriever,207" --method kdeformer
     python -m recipes.biggan score CHECKPOINT --features FEATURES --reference PICTURES --budget 32,64,128 --csv rows.csv
 
-`generate` writes a sheet of pictures. `compare` writes one line of pictures for each method and measures how far they
-are from those of exact attention: the relative error |a - e| / |e| of the pictures' values in [-1, 1], and the mean
-absolute difference. `score` computes FID and the inception score with an image classifier: `--features FOLDER` is any
-folder of AutoModelForImageClassification, such as `python -m recipes.biggan_train features` writes. Scores of different
-networks cannot be compared. `compare` and `score` also print the cost of the attention layer for one picture (GFLOP of
-its products, with a multiply-add as one operation as in the paper; see `recipes.common.counting`) and how many times
-faster it is than exact attention in the same run. Nothing is trained. Methods without a rectangular form are refused,
-since BigGAN has four queries for every key.
+`compare` writes one line of pictures for each method and measures how far they are from those of exact attention: the
+relative error |a - e| / |e| of the pictures' values in [-1, 1], and the mean absolute difference. `score` computes FID
+and the inception score with an image classifier: `--features FOLDER` is any folder of AutoModelForImageClassification,
+such as `python -m recipes.biggan_train features` writes. Scores of different networks cannot be compared. `compare` and
+`score` also print the cost of the attention layer for one picture (GFLOP of its products, with a multiply-add as one
+operation as in the paper; see `recipes.common.counting`) and how many times faster it is than exact attention in the
+same run. Nothing is trained. Methods without a rectangular form are refused, since BigGAN has four queries for every
+key.
 
 CHECKPOINT is a folder of `BigGANModel`, such as `python -m recipes.biggan_train` writes, or one with `config.json` and
 `pytorch_model.bin` of the PyPI package pytorch-pretrained-biggan. Its archive map lists the published weights:
@@ -38,7 +37,7 @@ from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.io.writing import check_writable
 from recipes.common import commands, gan
 from recipes.common.commands import Csv, Seed, Threads, option
-from recipes.common.gan import Draw, FeatureNetwork, Swap, apply_swap, grid, pictures, save_png
+from recipes.common.gan import Draw, FeatureNetwork, Swap, apply_swap, pictures, save_png
 
 app = commands.new_app(no_args_is_help=True)
 
@@ -85,37 +84,10 @@ def _show(rows: Sequence[dict[str, Any]], figures: dict[str, str], csv: pathlib.
     commands.report(rows, {"attention": "{attention}", "budget": "{budget}", **templates}, note, csv=csv)
 
 
-@app.command(epilog="Example: python -m recipes.biggan generate gan --output digits.png --classes 3,8 --count 20")
-def generate(
-    checkpoint: Checkpoint,
-    output: option(pathlib.Path, "File for the sheet.", metavar="FILE.png", callback=_png),
-    classes: Classes = [],  # noqa: B006 (typer copies it)
-    number: option(int, "Number of pictures.", "--count", min=1) = 16,
-    columns: option(int, "Columns of the sheet.", min=1) = 8,
-    truncation: Truncation = 0.4,
-    seed: Seed = 0,
-    attention: option(str | None, "[default: exact attention]", metavar="METHOD") = None,
-    setting: Settings = [],  # noqa: B006
-    batch: Batch = 8,
-    threads: Threads = 1,
-) -> None:
-    """Write a sheet of pictures, generated with exact attention or another method."""
-    model, draw, keys = _open(checkpoint, classes, number, truncation, seed)
-    if setting and attention is None:
-        raise UnsupportedAttentionError("--set needs --attention METHOD")
-    swap = gan.swaps_of([attention], setting, [], keys)[-1] if attention else gan.EXACT_SWAP
-    with use_threads(threads):
-        made = torch.cat(list(pictures(apply_swap(model, swap), draw, batch)))
-    save_png(grid(made, min(columns, number)), output)
-    typer.echo(f"{output}: {number} pictures of {made.shape[-1]} pixels, {swap.name} attention")
-
-
 @app.command(epilog="Example: python -m recipes.biggan compare gan --output side.png --method kdeformer --budget 64")
 def compare(
     checkpoint: Checkpoint,
-    output: option(
-        pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=commands.checked(_png)
-    ),
+    output: option(pathlib.Path, "File for one line of pictures a method.", metavar="FILE.png", callback=_png),
     classes: Classes = [],  # noqa: B006
     number: option(int, "Number of pictures in a line.", "--count", min=1) = 10,
     truncation: Truncation = 0.4,

@@ -189,8 +189,8 @@ class DataArguments:
     eval_split: str | None = option("Split to evaluate on. Default: validation, val, dev or test.", None)
     eval_share: float | None = option("Hold out this share of the training pictures at random for evaluation.", None)
     class_list: str | None = option(
-        "Class names in the order of the model's labels: a file with one name per line, "
-        "imagenet_class_index.json, or a folder or zip file of pictures of all classes.",
+        "Class names in the order of the model's labels: a file with one name per line, or a folder or zip file of "
+        "pictures of all classes.",
         None,
     )
     max_train_samples: int | None = samples("Train on")

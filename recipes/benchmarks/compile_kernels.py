@@ -1,7 +1,7 @@
 """Compile the Triton kernels of the package for GPUs that need not be there, and list registers, spills and memory.
 
     pip install -e ".[gpu-test]"
-    python -m recipes.benchmarks.compile_kernels [--capabilities 80,90,100] [--json FILE]
+    python -m recipes.benchmarks.compile_kernels [--capabilities 80,90,100] [--csv FILE]
 
 Every row is a kernel of a call in `CALLS`, for a device of one compute capability. The exit code is 1 if a kernel in
 half precision spills registers, or if one needs more than the 99 KiB of shared memory that devices of compute
@@ -27,8 +27,6 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import check_writable
 from hf_efficient_attn.ops.attend import BlockKeys, block_attention
 from hf_efficient_attn.ops.backends import launches, linear_attention
 from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
@@ -204,9 +202,7 @@ def rows_of(name: str, capabilities: list[int]) -> list[Row]:
 def compile_kernels(
     capabilities: commands.numbers_option("Compute capabilities, times ten", "80,90,100") = [],  # noqa: B006
     calls: commands.option(str, "Only calls with this part of their name.") = "",
-    json: commands.option(
-        pathlib.Path | None, "Write the rows to a JSON file.", metavar="FILE", callback=commands.checked(check_writable)
-    ) = None,
+    csv: commands.Csv = None,
 ) -> None:
     """Compile the Triton kernels of the package for NVIDIA GPUs that need not be there."""
     names = [x for x in CALLS if calls in x]
@@ -218,13 +214,9 @@ def compile_kernels(
     with concurrent.futures.ProcessPoolExecutor(min(len(names), os.cpu_count() or 1), context) as pool:
         found = pool.map(rows_of, names, [chosen] * len(names))
         rows = [x for some in tqdm(found, total=len(names), disable=None, leave=False) for x in some]
-    if json is not None:
-        write_json(json, [x._asdict() for x in rows])
-    faults = [x for x in rows if x.is_fault]
-    commands.report(
-        [x._asdict() | {"fault": "yes" if x.is_fault else ""} for x in rows], COLUMNS, "Bytes, not measured."
-    )
-    if faults:
+    shown = [x._asdict() | {"fault": "yes" if x.is_fault else ""} for x in rows]
+    commands.report(shown, COLUMNS, "Bytes, not measured.", csv=csv)
+    if any(x.is_fault for x in rows):
         raise typer.Exit(1)
 
 

@@ -7,10 +7,9 @@
     python -m recipes.benchmarks.distilled language --method linear   (GPT-2 of the books; nats per token)
 
 Every method is measured three times: switched in without training, after layer-wise distillation (`hea.distill`), and
-after fine-tuning on the exact model's outputs (its second stage). `linear` with a window is also measured without it,
-because such models may learn to ignore their features. The data of the training is never that of the measurement, and
-no labels are used. METHOD is a name or NAME:key=value; the feature map is "hedgehog" unless given, and nystromformer
-has a convolution.
+after fine-tuning on the exact model's outputs (its second stage). The data of the training is never that of the
+measurement, and no labels are used. METHOD is a name or NAME:key=value; the feature map is "hedgehog" unless given, and
+nystromformer has a convolution.
 
 DATA is as for recipes.benchmarks.tasks, with `images/imagenette160-val-1000.zip`, `glue/STS-B`, `text/wikitext-2` and
 `models/gpt2-books`.
@@ -19,7 +18,6 @@ Duration: on one core 10 to 20 minutes for a method with the default numbers of 
 Expected: the table of recipes/README.md.
 """
 
-import copy
 import pathlib
 import random
 import statistics
@@ -44,7 +42,7 @@ from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import MethodConfig, make_config
 from hf_efficient_attn.training import DistillationOptions, FinetuningOptions
 from hf_efficient_attn.training.finetuning import Finetuning, make_teacher
-from hf_efficient_attn.training.steps import batch_stream, learned_parameters
+from hf_efficient_attn.training.steps import batch_stream
 from recipes.benchmarks.tasks import top_one
 from recipes.common import commands
 from recipes.common.data import glue
@@ -124,18 +122,7 @@ def distilled_figures(
         train(finetuning.step, batch_stream(batches, 1, options.steps), options.steps, "fine-tuning")
         finetuning.finish()
         figures["fine-tuned"] = task.evaluate(model)
-    if getattr(config, "window_size", 0) and "feature_map" in config.to_dict():
-        figures["without its window"] = task.evaluate(without_window(model, config))
     return figures
-
-
-@torch.no_grad()
-def without_window(model: PreTrainedModel, config: MethodConfig) -> PreTrainedModel:
-    """A copy of a model in which the features attend to all keys. It shows whether they learned anything."""
-    kept, copied = learned_parameters(model), hea.convert(copy.deepcopy(model), make_config(config, window_size=0))
-    for name, p in learned_parameters(copied).items():
-        p.copy_(kept[name])
-    return copied
 
 
 def images(data: pathlib.Path, count: int) -> Task:

@@ -3,7 +3,7 @@
     python -m recipes.benchmarks.gpu --minutes 8 -o OUT
     python -m recipes.benchmarks.gpu --device cpu --length 2048,4096 --minutes 2 -o OUT      (to try it)
 
-The run has four parts, and writes gpu.json, gpu.md and gpu.png into OUT after each of them:
+The run has four parts, and writes gpu.json and gpu.md into OUT after each of them:
 
 1. Promises: output and gradient of every method are finite and those of the CPU, masked keys have no influence, nor
    have later tokens, and a batch row is computed as if alone.
@@ -42,7 +42,7 @@ from hf_efficient_attn.cli import Device, main_of, parse_device, parse_lengths, 
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.evaluation.timing import calls_to_time, processor_name, time_calls, use_device
 from hf_efficient_attn.io.json import write_json
-from hf_efficient_attn.io.writing import check_folder, replacing
+from hf_efficient_attn.io.writing import check_folder
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.common import commands
 from recipes.common.gpu_model import H100
@@ -267,30 +267,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, commands.table_of(rows, columns)] if rows else parts) + "\n"
 
 
-def draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw the forward times by length, one line for each kernel and method."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    scales = {"xscale": "log", "yscale": "log"}
-    axes = figure.add_subplot(xlabel="tokens", ylabel="milliseconds", title=result["device"], **scales)
-    for label in dict.fromkeys(row["attention"] for row in result["times"]):
-        rows = [row for row in result["times"] if row["attention"] == label and row["dtype"] == result["dtype"]]
-        rows = [row for row in rows if not (row["backward"] or row["causal"])]
-        style = "k--" if label.startswith("exact") else "-"
-        axes.plot([row["length"] for row in rows], [1000 * row["seconds"] for row in rows], style, label=label)
-    axes.legend(fontsize="small", ncols=2)
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=150)
-
-
 def write(result: Mapping[str, Any], folder: pathlib.Path) -> None:
     """Write what is known."""
     folder.mkdir(exist_ok=True)
     write_json(folder / "gpu.json", dict(result))
     (folder / "gpu.md").write_text(markdown(result), encoding="utf-8")
-    if result["times"]:
-        draw(result, folder / "gpu.png")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.gpu --minutes 8 -o OUT")
@@ -308,7 +289,7 @@ def gpu(
     # A build of PyTorch for CUDA has an accelerator also on a machine without one.
     found = torch.accelerator.current_accelerator(check_available=True)
     where = parse_device(device or getattr(found, "type", "cpu"))
-    check_folder(output, ("gpu.json", "gpu.md", "gpu.png"), force=force)
+    check_folder(output, ("gpu.json", "gpu.md"), force=force)
     configs = parse_methods(method or [name for name in hea.available_methods() if name != "auto"])
     case = Case(0, num_heads=heads, dtype=dtype, device=str(where))
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"{where}, {processor_name()}"

@@ -1,7 +1,7 @@
 """Count the operations of the attention layers in KDEformer's Tables 1 and 2 (Zandieh et al. 2023).
 
     python -m recipes.benchmarks.operations
-    python -m recipes.benchmarks.operations --layer biggan --budget 32,64,128 --no-time
+    python -m recipes.benchmarks.operations --layer biggan --budget 32,64,128
 
 The table covers BigGAN's attention layer at 512 pixels and the two layers of T2T-ViT's tokens-to-token module. A
 multiply-add counts as one operation, and exponentials are not part of the products, as in the paper and in the authors'
@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.timing import Timing, use_threads
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig, method_info
 from recipes.common import commands
 from recipes.common.counting import Operations, compute, count
@@ -103,12 +103,11 @@ COLUMNS = {
 
 @torch.inference_mode()
 def measure(layer: Layer, configs: dict[str, MethodConfig], budgets: list[int], *, rounds: int) -> list[dict[str, Any]]:
-    """Count and time exact attention and every setting, at the batch size of the layer; not timed with 0 rounds."""
-    inputs, timed = layer.inputs(), dict[tuple[str, str], Timing]()
+    """Count and time exact attention and every setting, at the batch size of the layer."""
+    inputs = layer.inputs()
     wanted = [("sdpa", "", None), *layer.settings(configs, budgets)]
-    if rounds:
-        calls = {(name, how): lambda c=config: compute(c, inputs) for name, how, config in wanted[1:]}
-        timed = paired(lambda: compute(None, inputs), calls, rounds)[1]
+    calls = {(name, how): lambda c=config: compute(c, inputs) for name, how, config in wanted[1:]}
+    timed = paired(lambda: compute(None, inputs), calls, rounds)[1]
     rows: list[dict[str, Any]] = []
     for name, how, config in wanted:
         counts = count(lambda c=config: compute(c, inputs), multiply_adds_as_one=True)
@@ -130,7 +129,6 @@ def operations_table(
     layer: commands.option(list[str], f"{', '.join(LAYERS)}. [default: all]") = [],  # noqa: B006 (typer copies it)
     method: commands.methods_option("the paper's and more") = [],  # noqa: B006
     budget: commands.numbers_option("Budgets in columns", "128") = [],  # noqa: B006
-    time: commands.option(bool, "Time the methods too.", "--time/--no-time") = True,
     rounds: commands.Rounds = 5,
     threads: commands.Threads = 1,
     csv: commands.Csv = None,
@@ -138,15 +136,15 @@ def operations_table(
     """Count and time the attention layers of the paper's two models, by method."""
     commands.check_known("--layer", layer, LAYERS)
     configs, budgets = parse_methods(method or METHODS), parse_lengths(budget) or [128]
-    columns, rows = COLUMNS if time else dict([*COLUMNS.items()][:-1]), list[dict[str, Any]]()
+    rows: list[dict[str, Any]] = []
     for one in tqdm([LAYERS[name] for name in layer or LAYERS], disable=None, leave=False):
         with use_threads(threads):
-            rows += (found := measure(one, configs, budgets, rounds=rounds if time else 0))
+            rows += (found := measure(one, configs, budgets, rounds=rounds))
         typer.echo(f"\n{one.title}: {one.queries} x 64 queries, {one.keys} keys, values of {one.value_dim}\n")
         names = [k for k, c in configs.items() if one.queries != one.keys and not method_info(c.method).rectangular]
         note = f"Omitted, since they have no rectangular form: {', '.join(names)}.\n" if names else ""
         note += f"In 10^9, at the paper's batch size of {one.batch}; a multiply-add counts as one operation."
-        commands.report(found, columns, note)
+        commands.report(found, COLUMNS, note)
     commands.write(rows, csv)
 
 

@@ -3,7 +3,6 @@
     python -m recipes.benchmarks.tasks search --data DATA      (MiniLM on XQuAD: which of 240 paragraphs answers?)
     python -m recipes.benchmarks.tasks search --data DATA --unit article --tokens 8192   (which of 48 whole articles?)
     python -m recipes.benchmarks.tasks search --data DATA --chunks 256,512 --threads 1   (whole documents or chunks?)
-    python -m recipes.benchmarks.tasks states --data DATA --budget 512  (MiniLM's last hidden states on 8,192 tokens)
     python -m recipes.benchmarks.tasks images --data DATA      (DeiT-tiny on a photograph of each ImageNet class)
     python -m recipes.benchmarks.tasks classify MODEL PICTURES --layers t2t.0,t2t.1      (any image classifier)
 
@@ -12,10 +11,9 @@ is repeated. recall@1 is the share of the questions whose own text has the highe
 reciprocal rank of the own text. The texts are XQuAD's paragraphs or joined articles, or (`--unit book`) 18 documents of
 8,000 tokens from nine novels, with 144 passages of 100 tokens of them as questions. With `--chunks`, texts are also
 divided: the embedding of a text is then the mean of those of its chunks, or its similarity that of its best chunk.
-`states` measures |S - E| / |E| in the Frobenius norm for the last hidden states of novels. `images` and `classify`
-measure top-1. "As exact" is the share of pictures with the same class as with exact attention, and "faster" the time of
-all pictures with exact attention divided by that with the method. DATA holds `squad/xquad.en.json.gz`, `text/books`,
-`models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`.
+`images` and `classify` measure top-1. "As exact" is the share of pictures with the same class as with exact attention,
+and "faster" the time of all pictures with exact attention divided by that with the method. DATA holds
+`squad/xquad.en.json.gz`, `text/books`, `models/deit-tiny-imagenet` and `images/imagenet1k-sample-*.zip`.
 
 Duration: 1.5 minutes on one core for exact attention on the thousand photographs, and more for all methods; six minutes
 for the search with chunks. Expected with exact attention: recall@1 .887 of paragraphs, of articles .839 (.732 if cut at
@@ -25,7 +23,6 @@ pixels, .750 on the hundred at 512.
 
 import functools
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -161,30 +158,6 @@ def search(
         rows += in_chunks() if sizes else []
     note = f"MiniLM, {len(corpus.questions)} questions, {count} {unit}s, up to {longest} tokens; no training."
     show(rows, csv, f"{note} CPU seconds of a text, all threads together.")
-
-
-@app.command(epilog="Example: python -m recipes.benchmarks.tasks states --method nearfar --budget 512")
-def states(
-    data: commands.Data = None,
-    budget: Budget = [],  # noqa: B006 (typer copies it)
-    method: Method = [],  # noqa: B006
-    tokens: commands.option(int, "Tokens of each book.", min=2) = 8192,
-    inputs: commands.option(int, "Number of books.", min=1) = 2,
-    csv: commands.Csv = None,
-) -> None:
-    """Measure the error of MiniLM's last hidden states on novels, through all of its layers."""
-    wanted = settings_of(method, budget)
-    texts, exact = real.book_tokens(commands.data_folder(data), inputs, tokens), list[Tensor]()
-
-    @torch.inference_mode()
-    def evaluate(model: BertModel) -> dict[str, float]:
-        found = [model(input_ids=ids).last_hidden_state.double() for ids in texts]
-        exact[:] = exact or found  # exact attention runs first
-        errors = [hea.analysis.relative_error(one, truth) for one, truth in zip(found, exact, strict=True)]
-        return {"error": statistics.fmean(error.frobenius.item() for error in errors)}
-
-    rows = run(lambda: real.long_minilm(tokens), wanted, evaluate)
-    show(rows, csv, f"MiniLM's last hidden states, {len(texts)} books of {tokens} tokens, Frobenius norm; no training.")
 
 
 @app.command(epilog="Example: python -m recipes.benchmarks.tasks images --pixels 512 --budget 256")

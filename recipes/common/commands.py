@@ -1,11 +1,11 @@
-"""Shared parts of the measuring commands: options, tables, CSV files, and the comparison with goals."""
+"""Shared parts of the measuring commands: options, tables and CSV files."""
 
 import csv
 import os
 import pathlib
 import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -51,7 +51,6 @@ def option(kind: Any, help: str, *names: str, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, help=help, **usual | settings)]
 
 
-Check = option(bool, "Compare with the goals; exit with status 1 if one is missed.", "--check")
 Csv = option(pathlib.Path | None, "Write the results to a CSV file.", metavar="FILE", callback=checked(check_writable))
 Data = option(pathlib.Path | None, "Data folder. [default: $HEA_DATA or ../shared/data]", metavar="FOLDER")
 Threads = option(int | None, "Number of PyTorch threads.", min=1)
@@ -97,28 +96,6 @@ def check_known(option: str, given: Iterable[str], known: Collection[str]) -> No
             raise UnsupportedAttentionError(f"{option} {name!r} is not one of {', '.join(known)}")
 
 
-class Verdict(NamedTuple):
-    """A measured value next to its goal, which is a lower bound if `at_least` and an upper bound otherwise."""
-
-    what: str
-    figure: float
-    goal: float
-    at_least: bool
-
-    @property
-    def reached(self) -> bool:
-        """Whether the goal is reached."""
-        return self.figure >= self.goal if self.at_least else self.figure <= self.goal
-
-
-def compared(
-    rows: Iterable[Row], what: str, figure: str, goal_of: Callable[[Row], float | None], at_least: bool = True
-) -> list[Verdict]:
-    """The figure of every row that has a goal next to it; `what` is a template for `str.format_map`."""
-    goals = [(row, goal_of(row)) for row in rows]
-    return [Verdict(what.format_map(row), row[figure], goal, at_least) for row, goal in goals if goal is not None]
-
-
 def write(rows: Sequence[Row], path: pathlib.Path | None) -> None:
     """Write rows with the same keys as CSV if a file is requested."""
     if path is not None:
@@ -149,32 +126,17 @@ def table_of(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
     return table(list(columns), cells)
 
 
-def conclude(verdicts: Sequence[Verdict]) -> None:
-    """Print every goal with its measured value; exit with status 1 if one is missed."""
-    if not verdicts:
-        raise UnsupportedAttentionError("--check: nothing that was measured has a goal; leave out some of the options")
-    rows = [
-        (v.what, f"{v.figure:.3g}", f"at {'least' if v.at_least else 'most'} {v.goal:g}", "yes" if v.reached else "NO")
-        for v in verdicts
-    ]
-    typer.echo("\n" + table(("goal", "measured", "wanted", "reached"), rows))
-    if not all(v.reached for v in verdicts):
-        raise typer.Exit(1)
-
-
 def report(
     rows: Sequence[dict[str, Any]],
     columns: Mapping[str, str],
     note: str = "",
     *,
     csv: pathlib.Path | None = None,
-    verdicts: Callable[[Sequence[Row]], list[Verdict]] | None = None,
 ) -> None:
-    """Write the rows as CSV, print their table and a note, and compare them with the goals.
+    """Write the rows as CSV, and print their table and a note.
 
     All rows have the same keys. "unsteady" tells that times differ too much between rounds. `columns` has headers and
-    templates, as for `table_of`; "ms" in place of "seconds" in a key stands for the time in
-    milliseconds. `verdicts` returns the figures that have goals.
+    templates, as for `table_of`; "ms" in place of "seconds" in a key stands for the time in milliseconds.
     """
     write(rows, csv)
     times = [{k.replace("seconds", "ms"): 1000 * v for k, v in row.items() if "seconds" in k and v} for row in rows]
@@ -183,8 +145,6 @@ def report(
         typer.echo(f"\n{note}")
     if any(row.get("unsteady") for row in rows):
         typer.echo(UNSTEADY)
-    if verdicts is not None:
-        conclude(verdicts(rows))
 
 
 def rounds_note(sizes: object, rounds: int) -> str:

@@ -85,9 +85,9 @@ def book_paths(data: pathlib.Path, count: int | None = None) -> list[pathlib.Pat
     return books[:count]
 
 
-def book_tokens(data: pathlib.Path, count: int, length: int) -> list[Tensor]:
-    """The tokens (1, `length`) of MiniLM's tokenizer from each of `count` books."""
-    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
+def book_tokens(folder: pathlib.Path, data: pathlib.Path, count: int, length: int) -> list[Tensor]:
+    """The tokens (1, `length`) of a folder's tokenizer from each of `count` books."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = [read_text(book)[FRONT_MATTER : FRONT_MATTER + 40 * length] for book in book_paths(data, count)]
     return [tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"] for text in texts]
 
@@ -98,7 +98,7 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
     Longer sequences than the 512 tokens that MiniLM was trained with are made of windows of 512 tokens: each window is
     run on its own, and the queries, keys and values are concatenated.
     """
-    texts, found = book_tokens(data, count, length), []
+    texts, found = book_tokens(minilm_folder(), data, count, length), []
     model, _ = text_model("minilm", data)
     for ids in texts:
         windows = [capture(model, {"input_ids": part}) for part in ids.split(MINILM_TOKENS, 1)]
@@ -111,10 +111,8 @@ def minilm_activations(data: pathlib.Path, count: int, length: int = MINILM_TOKE
 def t5_activations(folder: pathlib.Path, data: pathlib.Path, count: int, length: int) -> list[Activation]:
     """Activations of the encoder of a T5 on `length` tokens from each of `count` books."""
     with no_progress_bar():
-        model, tokenizer = T5EncoderModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    texts = [read_text(book)[FRONT_MATTER : FRONT_MATTER + 40 * length] for book in book_paths(data, count)]
-    ids = [tokenizer(text, truncation=True, max_length=length, return_tensors="pt")["input_ids"] for text in texts]
-    return [one for tokens in ids for one in capture(model, {"input_ids": tokens})]
+        model, texts = T5EncoderModel.from_pretrained(folder).eval(), book_tokens(folder, data, count, length)
+    return [one for ids in texts for one in capture(model, {"input_ids": ids})]
 
 
 def alibi(num_heads: int, largest: int) -> Tensor:

@@ -301,7 +301,7 @@ def masked_loss(outputs: ModelOutput, labels: Tensor, num_items_in_batch: Tensor
 
 
 class LanguageTrainer(transformers.Trainer):
-    """Trainer with separate metrics for each evaluation set, and without a cache of keys and values.
+    """Trainer with separate metrics for each evaluation set.
 
     The evaluation loss is the mean over all tokens, which `metrics` return. It replaces that of Trainer, a mean of the
     means over batches. `metrics` has a function of an EvalPrediction for each evaluation set; "" is the main set, which
@@ -315,12 +315,7 @@ class LanguageTrainer(transformers.Trainer):
             kwargs["compute_loss_func"] = masked_loss
         losses = functools.partial(token_losses, causal=causal)
         super().__init__(compute_metrics=metrics[""], preprocess_logits_for_metrics=losses, **kwargs)
-        self.metrics, self.causal = metrics, causal
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """As in Trainer, without a cache for causal models."""
-        inputs = {**inputs, "use_cache": False} if self.causal else inputs
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        self.metrics = metrics
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

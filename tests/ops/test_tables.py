@@ -164,7 +164,7 @@ def test_everything_that_counts_is_counted(name):
     [("biggan", 8 * 4096 * 1024 * 320), ("t2t.0", 128 * 3136**2 * 128), ("t2t.1", 128 * 784**2 * 128)],
 )
 def test_exact_attention_is_the_paper_s(layer, exact):
-    (row,) = operations.measure(operations.LAYERS[layer], {}, [], rounds=0)
+    (row,) = operations.measure(operations.LAYERS[layer], {}, [], rounds=1)
     assert row["products"] == exact and row["fewer_products"] == 1
     if row["paper_gflop"]:
         assert exact / 1e9 == pytest.approx(row["paper_gflop"], rel=3e-4)
@@ -172,7 +172,7 @@ def test_exact_attention_is_the_paper_s(layer, exact):
 
 def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
     configs = {"kdeformer": hea.KDEformerConfig()}
-    rows = operations.measure(operations.LAYERS["biggan"], configs, [128], rounds=0)
+    rows = operations.measure(operations.LAYERS["biggan"], configs, [128], rounds=1)
     _, own, theirs = rows
     assert (own["setting"], theirs["setting"]) == ("budget 128", "authors'")
     # 2.596 in Table 1, which does not count sorts and gathers. They are not part of the products here either. Theirs
@@ -185,7 +185,10 @@ def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
 
 def test_table_is_printed_and_written(tmp_path, capsys):
     rows = tmp_path / "rows.csv"
-    assert run(operations, "--layer", "biggan", "--method", "scatterbrain,linear", "--no-time", "--csv", str(rows)) == 0
+    assert (
+        run(operations, "--layer", "biggan", "--method", "scatterbrain,linear", "--rounds", "1", "--csv", str(rows))
+        == 0
+    )
     assert "Omitted, since they have no rectangular form: scatterbrain" in capsys.readouterr().out
     exact, linear = read_csv(rows)
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")
@@ -217,15 +220,9 @@ def test_errors_of_a_method(causal):
     assert 0 < found["within"] <= 3 * found["exact"] and 0 < found["at"] < 0.01 < found["approximation"]
 
 
-@pytest.mark.parametrize(("within", "reached"), [(0.0029, True), (0.0031, False)])
-def test_verdict_of_errors(within, reached):
-    row = {"method": "kdeformer", "dtype": "bfloat16", "exact": 0.001, "within": within}
-    assert [verdict.reached for verdict in error_table.half_verdicts([row])] == [reached]
-
-
 def test_the_command_of_errors(tmp_path, capsys):
     path = tmp_path / "half.csv"
-    arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path), "--check"]
+    arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path)]
     methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
     assert run(error_table, *arguments, *methods, "--half", "bfloat16,float16") == 0
     out = capsys.readouterr().out
@@ -235,6 +232,7 @@ def test_the_command_of_errors(tmp_path, capsys):
     bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
     assert float16 < bfloat16 / 4
     assert [bool(row["within"]) for row in rows[:3]] == [True, False, True]
+    assert all(float(row["within"]) <= 3 * float(row["exact"]) for row in rows if row["within"])
     assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs; budget 16" in out
 
 

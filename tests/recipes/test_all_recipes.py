@@ -28,8 +28,6 @@ DISTILLED = ("--stages", "linformer,projection_dim=4:2", "flurka_linear,feature_
         ("lra-listops", "kdeformer", "validation_accuracy"),
         ("lra-text", "nystromformer", "accuracy"),
         ("lra-image", "linear", "accuracy"),
-        ("lra-retrieval", "kdeformer", "test_accuracy"),
-        ("lra-pathfinder", "flurka_linear", "validation_accuracy"),
     ],
 )
 def test_a_run_is_reported_and_its_model_is_saved(name, method, metric, here, tmp_path, capsys):

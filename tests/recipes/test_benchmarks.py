@@ -1,4 +1,4 @@
-"""The benchmarks of speed at small sizes: measurements, goals, output files, the run on one accelerator, and peers."""
+"""The benchmarks of speed at small sizes: measurements, output files, the run on one accelerator, and peers."""
 
 import contextlib
 import functools
@@ -47,44 +47,14 @@ def test_backward_reaches_every_input_and_does_not_accumulate():
         assert all(first.abs().sum() > 0 for first in once)
 
 
-@pytest.mark.parametrize(
-    ("method", "length", "ratio", "changes", "reached"),
-    [
-        ("kdeformer", 8192, 10.0, {}, [True]),
-        ("kdeformer", 8192, 9.9, {}, [False]),
-        ("kdeformer", 8192, 4.0, {"backward": True}, [True]),
-        ("linear", 8192, 11.0, {"causal": True}, [False]),
-        ("performer (num_features=64)", 8192, 30.0, {}, [True]),
-        ("hyperattention", 16384, 14.0, {"extra_memory": 2.6}, [True, False]),
-        ("reformer", 16384, 12.0, {"extra_memory": 9.0}, [True]),
-        ("sdpa", 16384, 1.0, {"extra_memory": 9.0}, []),
-        ("kdeformer", 4096, 0.1, {"extra_memory": 9.0}, []),
-        ("kdeformer", 8192, 5.0, {"dtype": "bfloat16"}, [True]),
-        ("linear", 8192, 12.0, {"dtype": "bfloat16", "backward": True}, [False]),
-        ("kdeformer", 16384, 3.9, {"dtype": "bfloat16", "device": "cuda:0"}, [False]),
-        ("linear", 131072, 199.0, {"dtype": "bfloat16", "device": "cuda"}, [True]),
-        ("longformer", 1024, 2.4, {"budget": 128, "batch": 8}, [False]),
-        ("longformer", 512, 1.1, {"budget": 64}, [True]),
-        ("longformer", 1024, 1.1, {"batch": 8}, []),
-    ],
-)
-def test_goals_by_length_pass_dtype_device_and_budget(method, length, ratio, changes, reached):
-    row = {**memory.Case(length)._asdict(), "method": method, "ratio": ratio, "extra_memory": None, **changes}
-    assert [verdict.reached for verdict in attention.verdicts([row])] == reached
+def test_lengths_and_passes_of_a_device():
+    def settings(device, *arguments):
+        found = attention.settings(*arguments, memory.Case(0, device=device))
+        return [(case.length, case.causal, case.backward) for case in found]
 
-
-def test_check_measures_every_setting_that_has_a_goal():
-    def settings(*arguments):
-        return [(case.length, case.causal, case.backward) for case in attention.settings(*arguments)]
-
-    usual, half = memory.Case(0), memory.Case(0, dtype="bfloat16")
-    gpus = half._replace(num_heads=16, device="cuda")
-    assert set(settings([], None, None, True, usual)) == set(attention.SPEED_GOALS)
-    assert set(attention.SPEED_GOALS) >= {(*key, False) for key in attention.MEMORY_GOALS}
-    assert settings([], True, None, True, usual) == [(8192, True, False)]
-    assert settings([4096], None, True, False, usual) == [(4096, False, True)]
-    assert set(settings([], None, None, True, gpus)) == set(attention.GPU_GOALS)
-    everything = settings([], None, None, False, gpus)
+    assert settings("cpu", [4096], False, True) == [(4096, False, True)]
+    assert settings("cpu", [], True, None)[::4] == [(1024, True, False), (16384, True, False)]
+    everything = settings("cuda", [], False, None)
     assert everything[:2] == [(8192, False, False), (8192, False, True)] and everything[-1] == (2**20, False, True)
 
 
@@ -139,7 +109,7 @@ def test_what_does_not_fit_an_accelerator_is_left_out(no_generator, monkeypatch,
 # --- commands ---
 
 
-def test_short_sequences_and_goals_in_half_precision(measured, table, capsys):
+def test_short_sequences_in_half_precision(measured, table):
     calls, _ = measured
     rows, _ = table(attention, "--short --no-memory --method longformer,linear --dtype bfloat16 --causal")
     assert [(case.length, case.batch) for case, _ in calls] == [(512, 1), (512, 8), (1024, 1), (1024, 8)]
@@ -147,13 +117,9 @@ def test_short_sequences_and_goals_in_half_precision(measured, table, capsys):
     windows = [configs["longformer"]["window_size"] for _, configs in calls]
     assert windows == [hea.LongformerConfig().with_budget(n).window_size for n in (64, 64, 128, 128)]
     assert [row["budget"] for row in rows[::3]] == ["64", "64", "128", "128"]
-    calls.clear()
-    assert run(attention, "--check --dtype bfloat16 --no-memory") == 0
-    assert {(case.length, case.causal, case.backward) for case, _ in calls} == set(attention.HALF_GOALS)
-    assert {case.dtype for case, _ in calls} == {"bfloat16"} and "at least 25" in capsys.readouterr().out
 
 
-def test_speed_command_writes_what_it_measures(table, capsys, monkeypatch):
+def test_speed_command_writes_what_it_measures(table):
     sizes = "--heads 2 --width 8 --rounds 3 --threads 1 --no-memory --causal --backward"
     rows, out = table(attention, "--length 64,128 --method linear,performer:num_features=8,linformer", sizes)
     expected = [(n, name) for n in ("64", "128") for name in ("sdpa", "linear", "performer (num_features=8)")]
@@ -163,11 +129,6 @@ def test_speed_command_writes_what_it_measures(table, capsys, monkeypatch):
         assert seconds > 0 and 0 < low <= middle <= high and (row["causal"], row["backward"]) == ("True", "True")
     assert all(row["num_heads"] == "2" and row["head_dim"] == "8" and row["extra_memory"] == "" for row in rows)
     assert len([line for line in out.splitlines() if line.startswith("|")]) == 2 + len(rows)
-    monkeypatch.setattr(attention, "MEMORY_GOALS", {})
-    for goal, status in ((1e9, 1), (1e-9, 0)):
-        monkeypatch.setattr(attention, "SPEED_GOALS", {(64, False, False): {"linear": goal}})
-        assert run(attention, "--check --no-memory --method linear --rounds 1") == status
-        assert ("| NO " in capsys.readouterr().out) == bool(status)
 
 
 def test_extra_memory_is_what_a_method_allocates():
@@ -178,15 +139,13 @@ def test_extra_memory_is_what_a_method_allocates():
     assert 0 < small < 10 < 4096 / (3 * 64) < large
 
 
-@pytest.mark.parametrize(("auto", "unbounded", "status"), [(1.04, 0.51, 0), (1.06, 0.5, 1), (1.0, 0.54, 1)])
-def test_auto_may_be_slower_by_a_twentieth(auto, unbounded, status, measured, capsys):
-    """Than exact attention, and without a bound than nearfar, which takes half of its time here."""
+def test_times_of_auto_relative_to_exact_attention(measured, capsys):
     calls, seconds = measured
-    seconds |= {"sdpa": 1.0, "nearfar": 0.5, "auto": auto, attention.UNBOUNDED: unbounded}
-    assert run(attention, "--auto --dtype bfloat16 --length 40 --check") == status
+    seconds |= {"sdpa": 1.0, "nearfar": 0.5, "auto": 1.04, "auto (max_error=0)": 0.51}
+    assert run(attention, "--auto --dtype bfloat16 --length 40") == 0
     assert [(case.causal, case.source) for case, _ in calls] == [(False, "bert"), (True, "gpt2"), (False, "minilm")]
     assert all(list(configs) == list(seconds)[1:] for _, configs in calls)
-    assert f"| minilm | 40 | auto | {1000 * auto:.3g} | {auto:.2f}" in " ".join(capsys.readouterr().out.split())
+    assert "| minilm | 40 | auto | 1.04e+03 | 1.04" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_speed_is_measured_on_real_inputs(data):
@@ -195,18 +154,8 @@ def test_the_speed_is_measured_on_real_inputs(data):
     assert len(layers) == 3 and layers[0][0].shape == (1, 12, 64, 32)
     with torch.no_grad():
         found = attention.measure(cli.parse_methods(attention.AUTO), case, 1, data=data)
-    assert list(found) == ["sdpa", "nearfar", "auto", attention.UNBOUNDED]
+    assert list(found) == ["sdpa", "nearfar", "auto", "auto (max_error=0)"]
     assert all(timing.seconds > 0 for timing in found.values())
-
-
-def test_compiled_methods_are_compared_with_eager_mode(monkeypatch, table):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    options = "--compiled --length 64 --method linear,linformer --rounds 1 --threads 1 --check"
-    monkeypatch.setattr(attention, "COMPILED_GOAL", 0.0)
-    rows, _ = table(attention, options, "--backward")
-    assert [row["method"] for row in rows] == ["linear", "linformer"] and float(rows[0]["compile_seconds"]) > 0
-    monkeypatch.setattr(attention, "COMPILED_GOAL", 1e6)
-    assert "linformer" not in table(attention, options, "--causal", status=1)[1]
 
 
 def test_methods_in_onnxruntime(table):
@@ -261,7 +210,6 @@ def test_one_run_of_the_gpu_benchmark(tmp_path, capsys, monkeypatch):
     )
     printed = capsys.readouterr().out
     assert (folder / "gpu.md").read_text() in printed and "All promises are kept by 2 methods." in printed
-    assert (folder / "gpu.png").stat().st_size > 1000
     assert run(gpu, words, folder) == 2  # nothing is replaced without --force
 
 
@@ -418,16 +366,6 @@ def test_flurka_command_writes_what_it_measures(table, monkeypatch):
     assert "low: N 300, W 32, H 4, P 12" in out
 
 
-def test_claims_and_goals_of_flurka(monkeypatch, capsys):
+def test_claims_of_flurka():
     claims = [tuple(flurka.SHAPES[name].claims().values()) for name in ("figure-3", "figure-4-top", "figure-4-bottom")]
     assert claims == [(True, True), (False, True), (True, False)], "fewer operations than the kernel, than the low-rank"
-    monkeypatch.setattr(flurka, "SHAPES", {"low": flurka.Shape(300, 32, 4, 12)})
-    monkeypatch.setattr(flurka, "PAPER", ("low",))
-    monkeypatch.setattr(flurka, "GOALS", {"kernel": 1e9, "low-rank": 1e-9})
-    assert run(flurka, "--kernel linear --no-exact --check --rounds 1 --threads 1") == 1
-    assert capsys.readouterr().out.count("| NO ") == 1
-    row = {"shape": "low", "method": "flurka_linear", "than": "linear", "role": "kernel", "faster": 1.3}
-    monkeypatch.setattr(flurka, "GOALS", {"kernel": 1.3})
-    assert [v.reached for v in flurka.verdicts([row | {"claimed": True}])] == [True]
-    assert [v.reached for v in flurka.verdicts([row | {"claimed": True, "faster": 1.29}])] == [False]
-    assert flurka.verdicts([row | {"claimed": False}, row | {"claimed": True, "shape": "bert"}]) == []

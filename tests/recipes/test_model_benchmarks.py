@@ -1,4 +1,4 @@
-"""The benchmarks on real models: errors of their inputs, search, hidden states and pictures."""
+"""The benchmarks on real models: errors of their inputs, search and pictures."""
 
 import gzip
 import json
@@ -175,12 +175,9 @@ def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, table)
     monkeypatch.setattr(error_bound, "open_source", lambda *_: (torch.nn.Identity(), lambda tokens: iter([{}])))
     monkeypatch.setattr(hea, "convert", lambda model, config: model)
     monkeypatch.setattr(hea, "attention_error", lambda model, batch, *, num_rows: ModelError((layer,), num_rows))
-    words = "--auto --source books --tokens 60 --check --data"
-    (row,), out = table(error_bound, words, tmp_path, status=1)
+    (row,), out = table(error_bound, "--auto --source books --tokens 60 --data", tmp_path)
     assert "| books | 60 | 4 | 75% | 1 | 33.33% |" in " ".join(out.split())
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
-    errors[0, 3] = 0.1
-    assert run(error_bound, words, tmp_path) == 0
 
 
 # --- error against speed ---
@@ -224,13 +221,6 @@ def test_search_with_exact_attention_has_the_known_scores(data, table):
     assert float(exact["recall@1"]) == pytest.approx(0.887, abs=0.001)
     assert float(exact["mrr"]) == pytest.approx(0.930, abs=0.001)
     assert float(ours["recall@1"]) > 0.86
-
-
-def test_errors_of_last_hidden_states(data, table):
-    """Beyond the 512 positions of the model, with more error for less budget."""
-    rows, _ = table(tasks, "states --tokens 520 --inputs 1 --method longformer --budget 32,128 --data", data)
-    exact, coarse, fine = (float(row["error"]) for row in rows)
-    assert exact == 0 < fine < coarse < 1
 
 
 def test_a_task_runs_methods_without_budget_once():

@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import json
-import math
 import random
 import re
 import statistics
@@ -19,7 +18,6 @@ from recipes.common.data import listops
 from recipes.common.data import lra as data_of
 from tiny_recipes import WRITERS, refuses, train, write, write_lra
 
-HARD = "pathfinder32/curv_contour_length_14"
 FUNCTIONS = {"MIN": min, "MAX": max, "MED": lambda v: int(statistics.median(v)), "SM": lambda v: sum(v) % 10}
 
 
@@ -135,25 +133,6 @@ def test_pictures_as_grey_pixels(tmp_path):
     assert set(resized["test"]["length"][:].tolist()) == {64} and len(resized["test"]) == 5
 
 
-def test_pairs_in_the_official_layout(here):
-    found = data_of.load_retrieval(str(here / "retrieval"), reading(max_length=12))
-    assert sorted(found) == ["test", "train", "validation"]
-    row = found["train"][3]
-    assert bytes((row["input_ids"] - 2).tolist()) == b"b'text 3'" and row["labels"] == 1
-    assert bytes((row["other_ids"] - 2).tolist()) == b"b'otherother" and row["length"] == 9 + 12
-
-
-def test_pathfinder_in_the_official_layout(tmp_path):
-    source = write_lra("pathfinder", tmp_path)
-    found = data_of.load_pathfinder(source, reading(16))
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 16, "validation": 2, "test": 2}
-    labels = {tuple(row["input_ids"] - 2): int(row["labels"]) for rows in found.values() for row in rows}
-    pixels = [tuple(np.random.default_rng(i).integers(0, 256, 16, np.uint8)) for i in range(20)]
-    assert labels == {one: i % 10 % 2 for i, one in enumerate(pixels)}
-    write(tmp_path / HARD / "imgs" / "0" / "sample_3.png", b"")
-    refuses(r"sample_3.png cannot be read", data_of.load_pathfinder, source, reading(16))
-
-
 BAD = {
     "listops": ("basic_val.tsv", "Source\tTarget\n[MAX 1 2 ]\t2\n[AVG 1 2 ]\t1\n", "line 3: unknown token '.AVG'"),
     "listops, no value": ("basic_val.tsv", "[MAX 1 2 ]\n", "line 1: expected EXPRESSION TAB DIGIT"),
@@ -161,9 +140,6 @@ BAD = {
     "text, label": ("train.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n', "line 2: .* the label 2"),
     "text, field": ("train.jsonl", '{"review": "a", "label": 1}\n', "'text' and 'label' .* are needed"),
     "text, empty": ("train.jsonl", "\n", "there is no text"),
-    "retrieval": ("new_aan_pairs.eval.tsv", "1.0\tP\tQ\ttext\n", "line 1: expected LABEL TAB ID"),
-    "retrieval, label": ("new_aan_pairs.eval.tsv", "2.0\tP\tQ\ttext\tother\n", "line 1: .* label 0 or 1"),
-    "pathfinder": (f"{HARD}/metadata/2.npy", "imgs/0 sample_0.png 0\n", "2.npy, line 1: expected FOLDER FILE NUMBER"),
 }
 
 
@@ -183,11 +159,11 @@ def test_missing_sources(task, tmp_path):
 
 
 def test_batches():
-    pairs = reading().rows([(0, np.arange(3), np.arange(4)), (1, np.arange(5), np.arange(4))])
-    batch = data_of.collate(list(pairs))
+    rows = list(reading().rows([(0, np.arange(3)), (1, np.arange(5))]))
+    batch = data_of.collate(rows)
     assert batch["input_ids"].tolist() == [[2, 3, 4, 0, 0], [2, 3, 4, 5, 6]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
-    assert "other_mask" not in batch and batch["other_ids"].shape == (2, 4) and batch["labels"].tolist() == [0, 1]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5] and batch["labels"].tolist() == [0, 1]
+    assert "attention_mask" not in data_of.collate(rows[:1])
 
 
 def small_model(task="text", pooling="mean", **changes):
@@ -206,19 +182,6 @@ def test_padding_does_not_change_outputs(method, pooling):
         alone = [model(**data_of.collate([row])).logits[0] for row in rows]
         both = model(**data_of.collate(list(rows))).logits
     torch.testing.assert_close(torch.stack(alone), both, rtol=1e-4, atol=1e-5)
-
-
-def test_pairs_are_classified_by_their_combinations():
-    model = small_model("retrieval")
-    left, right = torch.randint(2, 250, (3, 12)), torch.randint(2, 250, (3, 9))
-    with torch.no_grad():
-        a, b = (model.bert(ids).last_hidden_state.mean(1) for ids in (left, right))
-        expected = model.classifier(torch.cat((a, b, a * b, a - b), 1))
-        found = model(left, other_ids=right, labels=torch.tensor([0, 1, 1]))
-    torch.testing.assert_close(found.logits, expected)
-    assert found.loss.item() == pytest.approx(
-        -math.fsum(expected.log_softmax(-1)[range(3), [0, 1, 1]].tolist()) / 3, rel=1e-5
-    )
 
 
 def test_it_learns(here, tmp_path):

@@ -163,21 +163,6 @@ def write_image(folder: pathlib.Path) -> None:
     lay_out(folder / "cifar.zip", files)
 
 
-def write_retrieval(folder: pathlib.Path) -> None:
-    for name in ("train", "eval", "test"):
-        rows = [f"{i % 2}.0\tP{i}\tQ{i}\tb'text {i}'\tb'{'other' * (i % 5 + 1)}'" for i in range(8)]
-        write(folder / f"new_aan_pairs.{name}.tsv", "\n".join(rows) + "\n")
-
-
-def write_pathfinder(folder: pathlib.Path) -> None:
-    hard = folder / "pathfinder32" / "curv_contour_length_14"
-    for batch in range(2):
-        for i in range(10):
-            write(hard / "imgs" / str(batch) / f"sample_{i}.png", grey(seed=10 * batch + i))
-        lines = [f"imgs/{batch} sample_{i}.png {i} {i % 2} 1.8 6 2.0 5 1.5 2 1" for i in range(10)]
-        write(hard / "metadata" / f"{batch}.npy", "\n".join(lines) + "\n")
-
-
 WRITERS = {name: globals()[f"write_{name}"] for name in lra_data.TASKS}
 
 

@@ -7,7 +7,6 @@ demand.
 """
 
 import functools
-import json
 import os
 import pathlib
 import re
@@ -221,18 +220,13 @@ def read_class_list(path: str) -> list[str]:
     """Read different class names in the order of a model's outputs.
 
     The path is a text file with one name per line, of which only the WordNet number is used if every line begins with
-    one; JSON, {"0": name or [WordNet number, name], ...} or a list; or a folder or zip file of pictures, whose class
-    names are sorted.
+    one; or a folder or zip file of pictures, whose class names are sorted.
     """
     file = pathlib.Path(path).expanduser()
     if not file.exists():
         raise ValueError(f"no such class list: {path}")
     if file.is_dir() or zipfile.is_zipfile(file):
         names = sorted_classes(name for split in load(path).values() for name in split.classes)
-    elif file.suffix == ".json":
-        values = json.loads(file.read_text(encoding="utf-8"))
-        values = [values[key] for key in sorted(values, key=int)] if isinstance(values, dict) else values
-        names = [str(value[0]) if isinstance(value, list) else str(value) for value in values]
     else:
         names = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         if all(map(WORDNET.match, names)):
