@@ -57,6 +57,7 @@ class LayerCall(NamedTuple):
     window: int | None  # the number of keys on one side, its own included, that a query attends to; None for all
     distance_bias: Tensor | None  # (H, 2R + 1), the bias of the scores by distance; None for none
     begins: Tensor | None = None  # bool (B, N), True for the first token of each text of packed rows; None for others
+    filled: Tensor | None = None  # bool (B, Nk), True for the keys that a static cache holds; None for other keys
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -94,7 +95,9 @@ def read_call(
         is_causal = getattr(module, "is_causal", True)
     is_causal = bool(is_causal) and not location.is_cross
     dropout_p, seed = dropout if module.training else 0.0, settings.layer_seed(location.layer)
-    return LayerCall(location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins)
+    return LayerCall(
+        location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins, mask.filled
+    )
 
 
 def take_window(name: str, expected: int | None, is_local: bool, kv_len: int, kwargs: Mapping[str, Any]) -> int | None:
@@ -140,6 +143,9 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         refuse_context_parallel(name, module)
         call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
         method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
+        if call.filled is not None:
+            call, tensors = _without_empty_places(name, method, call, tensors)
+            query, key, value = tensors
         cached = _computing_cache_layer(name, method, call, key)
         if cached is None and shards is None:
             check_length_of_mask(name, call.location.name, call.key_mask, key)
@@ -170,6 +176,25 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
     setattr(forward, TAKES_DISTANCE_BIAS, True)
     forward.__name__ = forward.__qualname__ = f"{name}_attention_forward"
     return forward
+
+
+def _without_empty_places(
+    name: str, method: MethodConfig | None, call: LayerCall, tensors: packing.QueryKeyValue
+) -> tuple[LayerCall, packing.QueryKeyValue]:
+    """Remove the places of a static cache that hold no key yet, which are the last ones.
+
+    A token that is decoded exactly attends to all places under the mask instead. So nothing waits for their number, and
+    a compiled step does not depend on it. Other calls break the graph here.
+    """
+    query, key, value = tensors
+    assert call.filled is not None
+    check_length_of_mask(name, call.location.name, call.filled, key)
+    is_exact = method is None or method.decodes_exactly
+    if query.shape[2] == 1 and is_exact and (call.window is None or call.window >= key.shape[2]):
+        return call, tensors
+    end = int(call.filled[0].sum())
+    mask = None if call.key_mask is None or bool(call.key_mask[:, :end].all()) else call.key_mask[:, :end]
+    return call._replace(key_mask=mask), (query, key[:, :, :end], value[:, :, :end])
 
 
 def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square: bool) -> MethodConfig | None:

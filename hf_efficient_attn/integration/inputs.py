@@ -148,6 +148,7 @@ class KeyMask(NamedTuple):
     is_causal: bool | None  # whether it was made for causal attention; None if that is not known
     is_local: bool = False  # whether it was made for a sliding window that is shorter than the keys
     begins: Tensor | None = None  # bool (B, N), True for the first token of each text of packed rows; None for others
+    filled: Tensor | None = None  # bool (B, Nk), True for the keys that a static cache holds; None for other keys
 
 
 def padding_mask(
@@ -166,16 +167,14 @@ def padding_mask(
     """Make the mask of the keys. Transformers determines the arguments.
 
     Returns (B, kv_length), 1 for the keys to attend to, in a form that `read_mask` reads; None if there is no padding.
-    For packed rows it returns (B, 1, kv_length), 1 for the first token of each text. Any pattern but padding, packed
-    rows and a window, a static cache, and a mask that is not 2-D are refused.
+    For packed rows it returns (B, 1, 1, kv_length), 1 for the first token of each text, and for a static cache
+    (B, 1, 2, kv_length), 1 for the keys to attend to and for the keys that the cache holds. Any pattern but padding,
+    packed rows and a window, and a mask that is not 2-D are refused.
     """
     # Only Transformers' functions for bidirectional masks pass this argument.
     is_causal = "allow_is_bidirectional_skip" not in kwargs
-    if is_causal and (isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length):
-        raise UnsupportedAttentionError(
-            "the last key does not belong to the last query, as in a static key-value cache: use the ordinary dynamic "
-            f"cache (leave cache_implementation out), or attn_implementation={EXACT!r}"
-        )
+    # Whether the last key may not belong to the last query.
+    is_static = is_causal and (isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length)
     if use_vmap:
         raise UnsupportedAttentionError(_PATTERN)
     window = local_size if local_size is not None and local_size < kv_length else None
@@ -193,14 +192,17 @@ def padding_mask(
         contains = functools.partial(mask_function, batch, torch.zeros((), dtype=torch.int64, device=device))
         queries = torch.arange(q_length, device=device) + q_offset
         valid = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device) if mask is None else mask
-        if is_causal and mask is None and q_length == kv_length and not is_tracing(valid):
+        if is_causal and mask is None and q_length == kv_length and not is_static and not is_tracing(valid):
             # A text begins where a query does not see the key before it.
             begins = ~contains(queries, queries - 1).expand(batch_size, -1)
             begins[:, 0] = True
         refuse_where(~_is_plain(contains, queries, kv_offset, valid, is_causal, window, begins), _PATTERN)
     dtype = next(x for x, kind in _KINDS.items() if kind == (is_causal, window is not None))
     if begins is not None and bool(unwrapped(begins[:, 1:]).any()):
-        return begins.unsqueeze(1).to(dtype)
+        return begins[:, None, None].to(dtype)
+    if is_static:
+        filled = (torch.arange(kv_length, device=device) + kv_offset < q_offset + q_length).expand(batch_size, -1)
+        return torch.stack((filled if mask is None else filled & mask, filled), 1).unsqueeze(1).to(dtype)
     if window is None and (mask is None or (not is_tracing(mask) and bool(unwrapped(mask).all()))):
         return None
     return torch.ones(batch_size, kv_length, dtype=dtype, device=device) if mask is None else mask.to(dtype)
@@ -238,7 +240,7 @@ def _is_plain(
         index = (keys - first).clamp(0, last - first).expand(len(valid), -1)
         counts = (keys >= first) & (keys <= last) & valid.gather(1, index)
         if is_causal:
-            counts = counts & valid[:, valid.shape[1] - len(queries) :]
+            counts = counts & valid.gather(1, (queries - first).clamp(max=last - first).expand(len(valid), -1))
         plain = plain & ((contains(queries, keys.clamp(first, last)) == is_reached) | ~counts).all()
     return plain
 
@@ -249,9 +251,12 @@ def read_mask(name: str, mask: object) -> KeyMask:
         return KeyMask(None, None)
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.dtype in _KINDS:
         return KeyMask(mask.to(torch.bool), *_KINDS[mask.dtype])
-    # Models make no mask of three dimensions.
-    if isinstance(mask, Tensor) and mask.ndim == 3 and mask.shape[1] == 1 and _KINDS.get(mask.dtype, (None,))[0]:
-        return KeyMask(None, *_KINDS[mask.dtype], begins=mask[:, 0].to(torch.bool))
+    # Models make masks of pairs with other dtypes.
+    if isinstance(mask, Tensor) and mask.ndim == 4 and _KINDS.get(mask.dtype, (None,))[0]:
+        rows = mask[:, 0].to(torch.bool).unbind(1)
+        if len(rows) == 1:
+            return KeyMask(None, *_KINDS[mask.dtype], begins=rows[0])
+        return KeyMask(rows[0], *_KINDS[mask.dtype], filled=rows[1])
     kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedAttentionError(
         f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "

@@ -236,9 +236,12 @@ def quantized(model, kind):
 
 
 def static(model, kind):
-    refuses("as in a static key-value cache", tokens_of, model, tiny_batch("gpt2"), kind, cache_implementation="static")
-    with without_streams():
-        tokens_of(model, tiny_batch("gpt2"), kind, cache_implementation="offloaded_static")
+    for padding in ("left", "none"):
+        inputs = tiny_batch("gpt2", padding=padding)
+        expected = tokens_of(model, inputs, kind)
+        for name in ("static", "offloaded_static"):
+            with without_streams():
+                assert torch.equal(tokens_of(model, inputs, kind, cache_implementation=name), expected)
 
 
 def continuous(model, kind):
@@ -264,6 +267,8 @@ def own_window(model, kind):
     other = converted(exact, config)
     found = tokens_of(other, inputs, kind)
     assert found.shape == (2, NEW)
+    if kind != "landmarks":
+        assert torch.equal(tokens_of(other, inputs, kind, cache_implementation="static"), found)
     assert kind not in ("own steps", "state") or torch.equal(found, tokens_of(other, inputs, "", use_cache=False))
 
 
@@ -332,3 +337,20 @@ def test_timestamps_of_tokens_leave_the_model_converted(tmp_path):
     assert type(model).from_pretrained(tmp_path).config._attn_implementation == "nystromformer"
     timed = hea.convert(model, "eager").generate(sound, return_token_timestamps=True, attention_mask=mask)
     assert "token_timestamps" in timed
+
+
+@pytest.mark.parametrize("method", ["nearfar", "kdeformer", "auto"])
+def test_a_compiled_step_with_a_static_cache_is_one_graph(method):
+    torch.compiler.reset()
+    model = hea.convert(tiny_model("llama", head=True), method, **SMALL[method])
+    ids = tiny_batch("llama", padding="none")["input_ids"]
+    expected = generate(model, {"input_ids": ids}, 5)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=90)
+    step = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    found = []
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        token = model(ids, **{cache_argument(): cache}).logits[:, -1:].argmax(2)
+        for _ in range(4):
+            found.append(token)
+            token = step(token, **{cache_argument(): cache}).logits[:, -1:].argmax(2)
+    assert torch.equal(torch.cat([*found, token], 1), expected)

@@ -348,7 +348,7 @@ def test_every_kind_of_mask_that_transformers_makes():
             return create(config=config, inputs_embeds=states, attention_mask=mask, **options, **more)
 
         config.sliding_window = config.attention_chunk_size = 70
-        keys, is_causal, is_local, _ = said(call())
+        keys, is_causal, is_local, *_ = said(call())
         assert torch.equal(keys, padding.bool()) and is_causal is not kind.startswith("full") and not is_local, kind
         assert call(mask=torch.ones_like(padding)) is None and call(mask=None) is None, kind
         for more in ("or_mask_function", "and_mask_function"):
@@ -360,7 +360,7 @@ def test_every_kind_of_mask_that_transformers_makes():
             assert read_mask("a method", call(mask=None)).begins.sum() == 4  # chunks are texts
         elif "window" in kind:
             for mask in (padding, None):
-                keys, is_causal, is_local, _ = said(call(mask=mask))
+                keys, is_causal, is_local, *_ = said(call(mask=mask))
                 assert is_local and is_causal is not kind.startswith("full")
                 assert torch.equal(keys, torch.ones_like(keys) if mask is None else padding.bool())
     # A mask of other code says nothing about causality.
