@@ -564,12 +564,7 @@ class Memory(TorchDispatchMode):
 
 
 @Promise(
-    lambda d: {
-        "is_causal": d.is_causal,
-        "length": d.between(400, 600),
-        "num_heads": 1,
-        "content": d.any_content(),
-    },
+    lambda d: {"is_causal": d.is_causal, "length": d.between(400, 600), "num_heads": 1, "content": d.any_content()},
     share=0.05,
     applies=lambda i: i.hyperparameters.get("max_length", 2400) >= 2400,
 )

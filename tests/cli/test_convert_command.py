@@ -364,14 +364,11 @@ def test_the_report(source, tmp_path, capsys):
     line = ("convert", source, "--method", "linformer:projection_dim=8", "--set", "seed=3", "--layers", "1", "-o")
     state, verbosity = torch.get_rng_state(), transformers.logging.get_verbosity()
     out, err = shown(capsys, *line, tmp_path / "out")
-    assert err == ""
-    assert "linformer (projection_dim=8" in out and "seed=3" in out and "layers: 1\n" in out
-    assert "42 kept bit for bit, 1 new or changed, 0 dropped" in out
-    assert "model.safetensors" in out and "BertForMaskedLM.from_pretrained" in out
+    assert err == "" and "linformer (projection_dim=8" in out and "seed=3" in out and "layers: 1\n" in out
+    assert torch.equal(torch.get_rng_state(), state) and transformers.logging.get_verbosity() == verbosity
     done = run_json(capsys, *line, tmp_path / "out", "--force")
     assert done["layers"] == done["settings"]["layers"] == [1] and done["settings"]["projection_dim"] == 8
     assert all(".layer.1." in name for name in done["parameters"]["new"])
-    assert torch.equal(torch.get_rng_state(), state) and transformers.logging.get_verbosity() == verbosity
     assert read(tmp_path / "out")["efficient_attention"]["layers"] == [1]
 
 

@@ -498,12 +498,7 @@ def test_merging_is_that_of_the_readable_form(length):
     _, key, value = (x[0] for x in inputs(1, 3, 90, 8, value_dim=5, dtype=torch.float64))
     key = key * length
     first = add_keys(
-        empty_coreset(key, value, 16),
-        key[:, :50],
-        value[:, :50],
-        scale=0.3,
-        draws=Draws(0, key.device),
-        batch=1,
+        empty_coreset(key, value, 16), key[:, :50], value[:, :50], scale=0.3, draws=Draws(0, key.device), batch=1
     )
     mask = (torch.arange(40) % 5 > 0).expand(3, -1)
     both = add_keys(first, key[:, 50:], value[:, 50:], mask, scale=0.3, draws=Draws(1, key.device), batch=1)

@@ -196,32 +196,6 @@ def random_maps(feature_map: str, num_heads: int = 4, num_features: int = 12) ->
     return {name: numbers(*shape, seed=i, dtype=torch.float32) for i, name in enumerate(("query_map", "key_map"))}
 
 
-def features(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
-    """The formulas of the papers, in float64."""
-    x, weight = x.double(), weight.double()
-    if feature_map == "t2r":
-        return torch.relu(torch.cat((x, torch.ones_like(x[..., :1])), -1) @ weight)
-    y = torch.cat((x @ weight, x @ -weight), -1)
-    return y.softmax(-1) if feature_map == "hedgehog" else y.exp()
-
-
-@each_form
-@each_learned
-@pytest.mark.parametrize("method", ["linear", "performer"])
-def test_attention_is_that_of_the_formulas(method, feature_map, is_causal):
-    (query, key, value), maps = inputs(2, 4, 45, 8), random_maps(feature_map)
-    weights = features(query, maps["query_map"], feature_map) @ features(key, maps["key_map"], feature_map).mT
-    weights = weights.tril() if is_causal else weights
-    if feature_map == "t2r":
-        # A query and keys without a common feature have weights of 0, which the bounds of the features replace.
-        weights = weights + 1e-12 * torch.ones_like(weights).tril() if is_causal else weights + 1e-12
-    wanted = weights @ value.double() / weights.sum(-1, keepdim=True)
-    found = hea.attention(
-        method, query, key, value, is_causal=is_causal, feature_map=feature_map, num_features=12, **maps
-    )
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
-
-
 @each_learned
 def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
     (query, key, value), maps = inputs(2, 4, 45, 8, num_kv_heads=2), random_maps(feature_map, num_heads=2)

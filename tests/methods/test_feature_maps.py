@@ -29,9 +29,15 @@ def phi(x: torch.Tensor, feature_map: str, weight: torch.Tensor | None) -> torch
     return y.exp() if feature_map == "exp" else y.exp() / y.exp().sum(-1, keepdim=True)
 
 
+@pytest.mark.parametrize("method", ["linear", "performer"])
 @pytest.mark.parametrize("feature_map", ["elu", "hedgehog", "t2r", "exp"])
-def test_attention_by_the_formula(feature_map):
-    """Weights phi(q) . phi(k), in a window exp(scale q . k), and outside of it with the factor exp(far_log_weight)."""
+def test_attention_by_the_formula(feature_map, method):
+    """Weights phi(q) . phi(k), in a window exp(scale q . k), and outside of it with the factor exp(far_log_weight).
+
+    Performer has no window.
+    """
+    if (method, feature_map) == ("performer", "elu"):
+        pytest.skip("a map of linear attention")
     length, scale = 61, 0.5
     query, key, value = inputs(
         batch=2, num_heads=NUM_HEADS, q_len=length, head_dim=HEAD_DIM, value_dim=3, dtype=torch.float64, spread=0.6
@@ -50,20 +56,19 @@ def test_attention_by_the_formula(feature_map):
     exact = (scale * query @ key.transpose(2, 3)).exp()
     distance = torch.arange(length)[:, None] - torch.arange(length)
     mask = padding_mask("right", 2, length, seed=1)
-    for window, is_causal in itertools.product((0, 4), (False, True)):
+    windows = (0, 4) if method == "linear" else (0,)
+    for window, is_causal in itertools.product(windows, (False, True)):
         weights = features
-        given = options
+        given = options | ({"window_size": window} if window else {})
         if window:
             log_weight = torch.full((NUM_HEADS,), -math.log(HEAD_DIM), dtype=torch.float64)
             if feature_map != "elu":
                 log_weight = torch.tensor(FAR_LOG_WEIGHT, dtype=torch.float64)
-                given = options | {"far_log_weight": log_weight}
+                given |= {"far_log_weight": log_weight}
             weights = torch.where(distance.abs() <= window, exact, features * log_weight.exp()[:, None, None])
         weights = weights * mask[:, None, None]
         weights = weights.tril() if is_causal else weights
         expected = weights @ value / weights.sum(-1, keepdim=True)
-        ours = hea.functional.linear_attention(
-            query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale, window_size=window, **given
-        )
+        ours = hea.attention(method, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale, **given)
         valid = mask[:, None, :, None].expand_as(ours)
         close(ours[valid], expected[valid])

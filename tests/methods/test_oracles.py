@@ -4,14 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from linformer.linformer import LinformerSelfAttention
 from nystrom_attention.nystrom_attention import NystromAttention
-from performer_pytorch.performer_pytorch import (
-    causal_linear_attention_noncuda,
-    linear_attention,
-    softmax_kernel,
-)
-from torch.nn.functional import elu, normalize
+from performer_pytorch.performer_pytorch import causal_linear_attention_noncuda, linear_attention, softmax_kernel
+from torch.nn.functional import normalize
 from transformers import LongformerConfig, ReformerConfig
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -80,20 +75,6 @@ def test_longformer_of_transformers(window, padding, global_tokens):
     same(ours, theirs, mask, 1e-5)
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("length", [64, 40])
-def test_linformer_package(length, share):
-    """With shared tables that package uses the keys as values too, and it does not rescale tables for shorter input."""
-    layer, x = layer_of(LinformerSelfAttention, SIZE, 64, k=12, heads=NUM_HEADS, share_kv=share), hidden_states(length)
-    tensors = heads(layer.to_q(x), layer.to_k(x), layer.to_k(x) if share else layer.to_v(x))
-    # Tables as long as the input are not rescaled.
-    learned = {"key_projection": layer.proj_k[:length].t()}
-    if not share:
-        learned["value_projection"] = layer.proj_v[:length].t()
-    options = {"projection_dim": 12, "share": "kv" if share else "none"}
-    same(hea.attention("linformer", *tensors, **options, **learned), layer(x))
-
-
 @pytest.mark.parametrize(("count", "batch", "residual", "steps"), [(1, 1, False, 6), (1, 1, True, 6), (3, 2, True, 40)])
 def test_nystrom_attention(count, batch, residual, steps):
     """One head of one batch row, since that package starts the iteration from norms of the whole batch.
@@ -153,19 +134,15 @@ def test_lsh_attention_of_transformers(before, after, padding):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("features", ["performer", "linear"])
-def test_attention_through_features_of_performer_pytorch(features, is_causal):
+def test_attention_through_features_of_performer_pytorch(is_causal):
     """Its causal form on the CPU computes chunks of the sequence one after the other."""
     query, key, value = inputs(batch=2, num_heads=3, q_len=280, head_dim=HEAD_DIM, dtype=torch.float64)
     mask = torch.arange(280) < torch.tensor([[280], [41]])
-    options = {"num_features": 40, "seed": 4} if features == "performer" else {}
-    if features == "performer":
-        projection = orthogonal_features(Draws(4, query.device), 40, HEAD_DIM)
-        phi_q = softmax_kernel(query, projection_matrix=projection, is_query=True, eps=0.0)
-        phi_k = softmax_kernel(key, projection_matrix=projection, is_query=False, eps=0.0)
-    else:
-        phi_q, phi_k = elu(query) + 1.0, elu(key) + 1.0
+    projection = orthogonal_features(Draws(4, query.device), 40, HEAD_DIM)
+    phi_q = softmax_kernel(query, projection_matrix=projection, is_query=True, eps=0.0)
+    phi_k = softmax_kernel(key, projection_matrix=projection, is_query=False, eps=0.0)
+    options = {"num_features": 40, "seed": 4}
     theirs = partial(causal_linear_attention_noncuda, chunk_size=28, eps=0.0) if is_causal else linear_attention
     phi_k, value = (x * mask[:, None, :, None] for x in (phi_k, value))
-    ours = hea.attention(features, query, key, value, attention_mask=mask, is_causal=is_causal, **options)
+    ours = hea.attention("performer", query, key, value, attention_mask=mask, is_causal=is_causal, **options)
     close(ours, theirs(phi_q, phi_k, value))

@@ -3,11 +3,13 @@
 import gzip
 import json
 import math
+import pathlib
 import struct
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from transformers import ViTImageProcessorPil
 
@@ -156,27 +158,10 @@ def test_score_of_a_model_against_its_own_pictures_and_digits(generator, made, t
     assert "20 pictures for each method" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("compare OUT --output OUT/a.png", "not a checkpoint of a BigGAN"),
-        ("compare MADE/gan --output OUT/a.jpg", "must end in .png"),
-        ("compare MADE/gan --output OUT/none/a.png", "its folder must exist"),
-        ("compare MADE/gan --output OUT/a.png --classes cow", "no class 'cow'"),
-        ("compare MADE/gan --output OUT/a.png --truncation 0", "--truncation"),
-        ("compare MADE/gan --output OUT/a.png --method longformer", "as many keys as queries"),
-        ("compare MADE/gan --output OUT/a.png --method kdeformr", "kdeformer"),
-        ("compare MADE/gan --output OUT/a.png --budget 64", "64 keys"),
-        ("features --data MADE --output MADE/gan/config.json/x --steps 2", "no file can be made in"),
-        ("score MADE/gan --features OUT --reference MADE/images/mnist", "recipes.biggan_train features"),
-        ("score MADE/gan --features MADE/network --reference OUT/none", "no such folder"),
-        ("score MADE/gan --features MADE/network --reference MADE/images/mnist --count 5", "--splits 10"),
-        ("score MADE/gan --features MADE/network --reference MADE/gan/config.json", "--reference"),
-        ("gan --data MADE --output OUT", "exists already"),
-        ("gan --data MADE --output OUT/none --batch 7", "even"),
-        ("gan --data OUT --output OUT/none", "MNIST"),
-    ],
-)
+REFUSED = yaml.safe_load(pathlib.Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))["biggan"]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.items())
 def test_refusals_are_one_line(made, tmp_path, words, message, capsys):
     recipe = biggan_train if words.startswith(("gan", "features")) else biggan
     status = run(recipe, words.replace("MADE", str(made)).replace("OUT", str(tmp_path)))
