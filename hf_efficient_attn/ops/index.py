@@ -149,8 +149,7 @@ def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device
 
 def inverse(order: Tensor) -> Tensor:
     """Invert the permutation of each head: order (BH, N) -> (BH, N) with inverse[order[i]] = i."""
-    ranks = integers(order.shape[1], order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, ranks)
+    return torch.empty_like(order).scatter_(1, order, integers(order.shape[1], order.device).expand_as(order))
 
 
 def valid_first(key_mask: Tensor) -> Tensor:

@@ -257,8 +257,7 @@ def gaussian_kde(
         total += estimates.sum(0)
         squares += estimates.square().sum(0)
     mean = total / tables
-    error = ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
-    return mean, error
+    return mean, ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
 
 
 class Part(NamedTuple):

@@ -64,13 +64,7 @@ class RowError(NamedTuple):
 
 
 def sample_rows(
-    batch_heads: int,
-    q_len: int,
-    num_rows: int,
-    query_mask: Tensor | None = None,
-    *,
-    num_heads: int,
-    draws: Draws,
+    batch_heads: int, q_len: int, num_rows: int, query_mask: Tensor | None = None, *, num_heads: int, draws: Draws
 ) -> Rows:
     """Sample evenly spread queries of each head, without repetition, or all if there are at most `num_rows`.
 

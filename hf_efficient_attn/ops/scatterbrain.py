@@ -85,8 +85,7 @@ def block_attention(
         out = out.flatten(1, 2)[:, :length]
         return out if own.query_order is None else take(out, inverse(own.query_order))
 
-    num_features = count_of(features, Tokens(query, key, value, None))
-    slices = slice_size(length * max(num_features, 2 * size), query.device)
+    slices = slice_size(length * max(count_of(features, Tokens(query, key, value, None)), 2 * size), query.device)
     return sliced(some_heads, query, key, value, plan, size=slices, draws=dropout_p > 0.0)
 
 

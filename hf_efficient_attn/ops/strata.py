@@ -37,8 +37,7 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
     Returns:
         int64 (BH, count), for `offset` (BH, 1).
     """
-    ranks = strata(integers(count, offset.device), offset, available, count)
-    return ranks.clamp_(max=available - 1).clamp_(min=0)
+    return strata(integers(count, offset.device), offset, available, count).clamp_(max=available - 1).clamp_(min=0)
 
 
 def systematic_sample(

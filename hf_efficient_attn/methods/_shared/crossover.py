@@ -125,8 +125,7 @@ def crossover_length(
         device: the device of the tensors.
         relative_cost: cost of the method per token, relative to its cost with the default hyperparameters.
     """
-    key = table_key(dtype, is_causal)
-    return _kept_length(method, device, key, total_dim, relative_cost, torch.get_num_threads())
+    return _kept_length(method, device, table_key(dtype, is_causal), total_dim, relative_cost, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)

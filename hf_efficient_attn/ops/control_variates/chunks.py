@@ -84,12 +84,7 @@ def chunk_means(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def summarize(
-    mean_query: Tensor,
-    tokens: Sequence[Tensor],
-    valid: Tensor | None,
-    maps: Maps,
-    noise: Tensor | None,
-    scale: float,
+    mean_query: Tensor, tokens: Sequence[Tensor], valid: Tensor | None, maps: Maps, noise: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean key and the estimated value beta_c(omega_c) of each chunk.
 
