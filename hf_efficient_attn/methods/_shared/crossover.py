@@ -32,15 +32,10 @@ NEVER = 2**31 - 1
 
 
 class Crossover(NamedTuple):
-    """Lengths from which on a method is faster than exact attention.
+    """Lengths from which on a method is faster than exact attention."""
 
-    Attributes:
-        small: the length in calls with a total_dim of `SMALL_DIM`.
-        large: the length in calls with a total_dim of `LARGE_DIM`.
-    """
-
-    small: int
-    large: int
+    small: int  # the length in calls with a total_dim of `SMALL_DIM`
+    large: int  # the length in calls with a total_dim of `LARGE_DIM`
 
     def at(self, total_dim: int, relative_cost: float = 1.0) -> int:
         """Compute the length for any size of a call.
