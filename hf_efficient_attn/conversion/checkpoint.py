@@ -350,8 +350,7 @@ def find_changes(
 
 def _stored_name(name: str, stored: Mapping[str, Any], prefix: str) -> str:
     """The name of a tensor in the source's files, which may have or lack the prefix of the base model."""
-    forms = [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
-    for form in forms:
+    for form in [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]:
         module = form.partition(f".{_LEARNED}.")[0] + "."
         if form in stored or any(other.startswith(module) for other in stored):
             return form

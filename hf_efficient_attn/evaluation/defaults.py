@@ -28,8 +28,7 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
 
     `purpose` is "compare", "demo" or "calibrate", see `MethodConfig.default_for`; None for all of them.
     """
-    infos = map(method_info, available_methods())
-    ranked = [info for info in infos if info.config_class.default_rank is not None]
+    ranked = [info for info in map(method_info, available_methods()) if info.config_class.default_rank is not None]
     return [info.name for info in ranked if purpose is None or purpose in info.config_class.default_for]
 
 

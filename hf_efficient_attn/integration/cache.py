@@ -134,8 +134,7 @@ class MethodLayer(DynamicLayer):
             )
         with torch._C.DisableTorchFunctionSubclass():
             key = key.as_subclass(Tensor)
-        mask = self._new_mask(attention_mask, self.seen - value.shape[2])
-        out = self._attention(query, (key, value, mask), options)
+        out = self._attention(query, (key, value, self._new_mask(attention_mask, self.seen - value.shape[2])), options)
         self.was_used = True
         return out
 

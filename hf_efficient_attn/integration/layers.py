@@ -26,8 +26,7 @@ LOCATION = "_efficient_attention"
 
 def layer_of(module: nn.Module, path: str) -> Layer | None:
     """The layer of an attention module: its own name for it, or the first integer in its path; None without either."""
-    first = next((int(part) for part in path.split(".") if part.isdigit()), None)
-    return getattr(module, "attention_layer", first)
+    return getattr(module, "attention_layer", next((int(part) for part in path.split(".") if part.isdigit()), None))
 
 
 def is_selected(chosen: Layer, layer: Layer | None, path: str) -> bool:

@@ -43,8 +43,7 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
     for found in chosen:
         if found.chosen is not None:
             is_outside = has_encoder and not found.location.is_selected("encoder")
-            advice = "choose only its encoder (layers=['encoder'])" if is_outside else ""
-            _check_form(kind, found, found.chosen, advice)
+            _check_form(kind, found, found.chosen, "choose only its encoder (layers=['encoder'])" if is_outside else "")
 
 
 def parts_to_keep_exact(model: PreTrainedModel, modules: Sequence[models.AttentionModule]) -> list[PreTrainedModel]:

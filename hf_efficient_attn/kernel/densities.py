@@ -102,8 +102,7 @@ def _log_densities(
         out[remaining[sure]] = mean[sure].log() + factor[remaining[sure]]
         mu, remaining = mu / 2.0, remaining[~sure]
     for some_queries in kde.query_blocks(len(remaining), num_points):
-        scores = torch.addmm(logs, queries[remaining[some_queries]], points.t())
-        out[remaining[some_queries]] = scores.logsumexp(1)
+        out[remaining[some_queries]] = torch.addmm(logs, queries[remaining[some_queries]], points.t()).logsumexp(1)
     evaluations += len(remaining) * num_points
     return out, DensityReport(tuple(levels), len(remaining), evaluations)
 

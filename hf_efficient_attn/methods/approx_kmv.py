@@ -108,8 +108,7 @@ def _parts(config: ApproxKMVConfig, head: _Head) -> Iterator[kde.Part]:
     x = pad(head.value.detach().to(keys.dtype), (0, 1), value=1.0)  # (Nk, Dv + 1)
     # `delta` is for all columns of the product together.
     delta = min(0.5, _DELTA * x.shape[1])
-    eps = config.error_percent / 100
-    plan = products.plan_product(queries, keys, x, eps=eps, delta=delta, seed=head.seed)
+    plan = products.plan_product(queries, keys, x, eps=config.error_percent / 100, delta=delta, seed=head.seed)
     if isinstance(plan, int):  # the exact product is cheaper
         return
     for block, found, _ in kde.shared_buckets(plan.tables, _PAIRS):

@@ -167,8 +167,7 @@ def forward(
             return forms.exact(query, key, value)
         if is_static:
             return forms.approximate(query, key, value, config.columns)
-        heads = Heads(query, key, value)
-        return attend_within_bound(heads, forms, num_heads, options.scale)[0]  # (BH, Nq, Dv)
+        return attend_within_bound(Heads(query, key, value), forms, num_heads, options.scale)[0]  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 

@@ -51,10 +51,7 @@ class LinformerConfig(ProjectionConfig):
     streams = (41, 42)
 
     share: str = option(
-        "kv",
-        "'kv': one table for keys and values. 'none': one for each.",
-        choices=("kv", "none"),
-        carried=True,
+        "kv", "'kv': one table for keys and values. 'none': one for each.", choices=("kv", "none"), carried=True
     )
 
 

@@ -134,8 +134,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
         form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
         form = functools.partial(form, options=_nearfar_options(config, options, draws))
         return without_padding(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
-    chosen = _causal_options(config, options, draws)
-    form = functools.partial(causal_nearfar_attention, options=chosen)
+    form = functools.partial(causal_nearfar_attention, options=_causal_options(config, options, draws))
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)  # (B, H, N, Dv)
 
 

@@ -109,8 +109,7 @@ def _backend_of(call: AttendCall) -> Backend:
 
 def keeps_pairs(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, dropout_p: float) -> bool:
     """Whether `attend` holds the weights of all pairs of some queries and keys, because no kernel computes them."""
-    call = AttendCall(query, key, key, bias, scale, dropout_p, exporting_to_onnx())
-    return _backend_of(call).backward is None
+    return _backend_of(AttendCall(query, key, key, bias, scale, dropout_p, exporting_to_onnx())).backward is None
 
 
 class _Attend(torch.autograd.Function):

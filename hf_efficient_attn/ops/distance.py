@@ -11,17 +11,11 @@ from hf_efficient_attn.ops.index import integers
 
 
 class Bias(NamedTuple):
-    """A bias by distance, and where the tokens of the call are.
+    """A bias by distance, and where the tokens of the call are."""
 
-    Attributes:
-        table: (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`).
-        query_position: int64 (1 or BH, Nq).
-        key_position: int64 (1 or BH, Nk), increasing.
-    """
-
-    table: Tensor
-    query_position: Tensor
-    key_position: Tensor
+    table: Tensor  # (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`)
+    query_position: Tensor  # int64 (1 or BH, Nq)
+    key_position: Tensor  # int64 (1 or BH, Nk), increasing
 
     def of_pairs(self) -> Tensor:
         """Return the bias of all pairs, (BH, Nq, Nk)."""

@@ -34,15 +34,10 @@ def draw_sizes(count: int, first: int, factor: int, largest: int) -> list[int]:
 
 
 class Draws(NamedTuple):
-    """The random numbers of a seed, on a device. A `stream` tells the uses of one seed apart.
+    """The random numbers of a seed, on a device. A `stream` tells the uses of one seed apart."""
 
-    Attributes:
-        seed: the seed.
-        device: the device of the numbers.
-    """
-
-    seed: Seed
-    device: torch.device
+    seed: Seed  # the seed
+    device: torch.device  # the device of the numbers
 
     @property
     def value(self) -> int | Tensor:

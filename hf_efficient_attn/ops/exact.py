@@ -19,8 +19,7 @@ _BLOCK_Q = 256
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where the bool mask is True and -inf elsewhere, in the accumulation dtype of `dtype`."""
-    zeros = torch.zeros(mask.shape, dtype=accumulation_dtype(dtype), device=mask.device)
-    return zeros.masked_fill_(~mask, -torch.inf)
+    return torch.zeros(mask.shape, dtype=accumulation_dtype(dtype), device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def exact_attention(

@@ -157,8 +157,7 @@ def clamp_index(index: Tensor, last: Tensor | int) -> Tensor:
 
 def inverse(order: Tensor) -> Tensor:
     """Invert the permutation of each head: order (BH, N) -> (BH, N) with inverse[order[i]] = i."""
-    ranks = integers(order.shape[1], order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, ranks)
+    return torch.empty_like(order).scatter_(1, order, integers(order.shape[1], order.device).expand_as(order))
 
 
 def valid_first(key_mask: Tensor) -> Tensor:

@@ -44,17 +44,11 @@ class Hash(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Keys sorted by bucket in each of T tables.
+    """Keys sorted by bucket in each of T tables."""
 
-    Attributes:
-        codes: int64 (T, n), sorted codes of the keys.
-        order: int64 (T, n), the key at each sorted index.
-        query_codes: int64 (T, Nq), codes of the queries.
-    """
-
-    codes: Tensor
-    order: Tensor
-    query_codes: Tensor
+    codes: Tensor  # int64 (T, n), sorted codes of the keys
+    order: Tensor  # int64 (T, n), the key at each sorted index
+    query_codes: Tensor  # int64 (T, Nq), codes of the queries
 
 
 def pair_kernel(queries: Tensor, keys: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
@@ -257,22 +251,15 @@ def gaussian_kde(
         total += estimates.sum(0)
         squares += estimates.square().sum(0)
     mean = total / tables
-    error = ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
-    return mean, error
+    return mean, ((squares / tables - mean.square()).clamp(min=0.0) / max(1, tables - 1)).sqrt()
 
 
 class Part(NamedTuple):
-    """Some queries of one head with the keys that are computed for them.
+    """Some queries of one head with the keys that are computed for them."""
 
-    Attributes:
-        queries: int64 (R,), the queries, ascending.
-        keys: int64 (R, M), the keys of each query.
-        bias: float64 (R, M), the log-weights of the keys, which are added to the scores; -inf for an unused entry.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    bias: Tensor
+    queries: Tensor  # int64 (R,), the queries, ascending
+    keys: Tensor  # int64 (R, M), the keys of each query
+    bias: Tensor  # float64 (R, M), the log-weights of the keys, which are added to the scores; -inf for an unused entry
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale: float, dropout_p: float) -> Partial:

@@ -22,18 +22,14 @@ class Segments(NamedTuple):
     """L segments of the valid tokens, for every mask.
 
     The first n mod L segments of n tokens have one token more than the others. If n < L the last segments are empty.
-
-    Attributes:
-        sizes: int64 (R, L), the number of tokens of each segment; R is B, or 1 without a mask.
-        lengths: int64 (R, L), how many positions each segment covers, masked positions included. A segment begins
-            where the previous segment ends.
-        equal: whether the segments are known to be equal parts of the sequence.
-        members: for graphs of ONNX, which has no sums of segments: bool (R, L, N), the tokens of each segment.
     """
 
-    sizes: Tensor
+    sizes: Tensor  # int64 (R, L), the number of tokens of each segment; R is B, or 1 without a mask
+    # int64 (R, L), how many positions each segment covers, masked positions included. A segment begins where the
+    # previous segment ends.
     lengths: Tensor
-    equal: bool
+    equal: bool  # whether the segments are known to be equal parts of the sequence
+    # For graphs of ONNX, which has no sums of segments: bool (R, L, N), the tokens of each segment.
     members: Tensor | None = None
 
 
@@ -103,19 +99,12 @@ def segment_means(x: Tensor, segments: Segments) -> Tensor:
 
 
 class LandmarkOptions(NamedTuple):
-    """The hyperparameters of `landmark_attention`.
+    """The hyperparameters of `landmark_attention`."""
 
-    Attributes:
-        num_landmarks: L.
-        iterations: steps of `iterative_pinv`, or 0 for `damped_solve`.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight of F.
-    """
-
-    num_landmarks: int
-    iterations: int
-    scale: float
-    dropout_p: float
+    num_landmarks: int  # L
+    iterations: int  # steps of `iterative_pinv`, or 0 for `damped_solve`
+    scale: float  # factor of the scores
+    dropout_p: float  # probability of dropping a weight of F
 
 
 def landmark_attention(
@@ -171,33 +160,20 @@ def landmark_attention(
 
 
 class _OfMask(NamedTuple):
-    """What a mask tells about the segments.
+    """What a mask tells about the segments."""
 
-    Attributes:
-        few: bool (BH,), whether a sequence has at most L tokens, each of which is a landmark by itself.
-        no_queries: bool (BH, L), whether a segment has no query.
-        no_keys: bool (BH, L), whether a segment has no key.
-    """
-
-    few: Tensor
-    no_queries: Tensor
-    no_keys: Tensor
+    few: Tensor  # bool (BH,), whether a sequence has at most L tokens, each of which is a landmark by itself
+    no_queries: Tensor  # bool (BH, L), whether a segment has no query
+    no_keys: Tensor  # bool (BH, L), whether a segment has no key
 
 
 class _Landmarks(NamedTuple):
-    """Means of segments of the valid tokens, in the accumulation dtype.
+    """Means of segments of the valid tokens, in the accumulation dtype."""
 
-    Attributes:
-        query: (BH, L, D).
-        key: (BH, L, D).
-        value: (BH, L, Dv), or None if no sequence has few tokens.
-        segments: None without a mask: then all segments have tokens.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor | None
-    segments: _OfMask | None
+    query: Tensor  # (BH, L, D)
+    key: Tensor  # (BH, L, D)
+    value: Tensor | None  # (BH, L, Dv), or None if no sequence has few tokens
+    segments: _OfMask | None  # None without a mask: then all segments have tokens
 
 
 def _find_landmarks(

@@ -43,21 +43,13 @@ def start_tables(projection_dim: int, max_length: int, init: str, seed: int, str
 
 
 class Contraction(NamedTuple):
-    """A table, applied to the valid tokens of a batch.
+    """A table, applied to the valid tokens of a batch."""
 
-    Attributes:
-        table: (P, N), the columns that tokens may use, in the dtype of products.
-        column: int64 (B, N), the column of each token, or None if it is its position.
-        num_tokens: int64 (B or 1,), the number of valid tokens, or None if it is M.
-        factor: (B or 1, P), the factors of the rows, in the accumulation dtype, or None for 1.
-        valid: bool (B or 1, P), whether a row has weight at any valid token.
-    """
-
-    table: Tensor
-    column: Tensor | None
-    num_tokens: Tensor | None
-    factor: Tensor | None
-    valid: Tensor
+    table: Tensor  # (P, N), the columns that tokens may use, in the dtype of products
+    column: Tensor | None  # int64 (B, N), the column of each token, or None if it is its position
+    num_tokens: Tensor | None  # int64 (B or 1,), the number of valid tokens, or None if it is M
+    factor: Tensor | None  # (B or 1, P), the factors of the rows, in the accumulation dtype, or None for 1
+    valid: Tensor  # bool (B or 1, P), whether a row has weight at any valid token
 
     def project(self, x: Tensor) -> Tensor:
         """Compute E x: (B, H, N, D) -> (B, H, P, D) in the accumulation dtype. x must be 0 at masked tokens."""

@@ -38,39 +38,22 @@ _SQUARINGS = 6
 
 
 class Rows(NamedTuple):
-    """Sampled queries of every head.
+    """Sampled queries of every head."""
 
-    Attributes:
-        queries: int64 (BH, p), the indices of the queries, ascending.
-        valid: bool (BH, p), False beyond the number of queries that may be sampled.
-        population: int64 (BH, 1), the number of queries that the sample stands for.
-    """
-
-    queries: Tensor
-    valid: Tensor
-    population: Tensor
+    queries: Tensor  # int64 (BH, p), the indices of the queries, ascending
+    valid: Tensor  # bool (BH, p), False beyond the number of queries that may be sampled
+    population: Tensor  # int64 (BH, 1), the number of queries that the sample stands for
 
 
 class RowError(NamedTuple):
-    """Relative error |A - E| / |E| of each head in the operator norm.
+    """Relative error |A - E| / |E| of each head in the operator norm."""
 
-    Attributes:
-        estimate: (BH,), from the sampled rows; 0 without a valid row.
-        bound: (BH,), at least `estimate`; equal to it if the sample contains every query.
-    """
-
-    estimate: Tensor
-    bound: Tensor
+    estimate: Tensor  # (BH,), from the sampled rows; 0 without a valid row
+    bound: Tensor  # (BH,), at least `estimate`; equal to it if the sample contains every query
 
 
 def sample_rows(
-    batch_heads: int,
-    q_len: int,
-    num_rows: int,
-    query_mask: Tensor | None = None,
-    *,
-    num_heads: int,
-    draws: Draws,
+    batch_heads: int, q_len: int, num_rows: int, query_mask: Tensor | None = None, *, num_heads: int, draws: Draws
 ) -> Rows:
     """Sample evenly spread queries of each head, without repetition, or all if there are at most `num_rows`.
 

@@ -25,18 +25,12 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
 class BlockPlan(NamedTuple):
-    """Sorted queries and keys, split into blocks. The near field of query block t is the key block `key_block[:, t]`.
+    """Sorted queries and keys in blocks. The near field of query block t is the key block `key_block[:, t]`."""
 
-    Attributes:
-        query_order: (BH, N), the order of the queries; None for the order of their positions.
-        key_order: (BH, N), the same for the keys.
-        key_block: (BH, T), or None if the near field of query block t is key block t.
-        num_valid: (BH, 1), the number of valid keys, which come first in their order; None if all are valid.
-    """
-
-    query_order: Tensor | None
-    key_order: Tensor | None
-    key_block: Tensor | None
+    query_order: Tensor | None  # (BH, N), the order of the queries; None for the order of their positions
+    key_order: Tensor | None  # (BH, N), the same for the keys
+    key_block: Tensor | None  # (BH, T), or None if the near field of query block t is key block t
+    # (BH, 1), the number of valid keys, which come first in their order; None if all are valid.
     num_valid: Tensor | None
 
 
@@ -85,8 +79,7 @@ def block_attention(
         out = out.flatten(1, 2)[:, :length]
         return out if own.query_order is None else take(out, inverse(own.query_order))
 
-    num_features = count_of(features, Tokens(query, key, value, None))
-    slices = slice_size(length * max(num_features, 2 * size), query.device)
+    slices = slice_size(length * max(count_of(features, Tokens(query, key, value, None)), 2 * size), query.device)
     return sliced(some_heads, query, key, value, plan, size=slices, draws=dropout_p > 0.0)
 
 

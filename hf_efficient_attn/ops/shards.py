@@ -25,27 +25,17 @@ from hf_efficient_attn.ops.attend import Partial
 
 
 class HeadSlice(NamedTuple):
-    """The consecutive heads of a layer that a process holds.
+    """The consecutive heads of a layer that a process holds."""
 
-    Attributes:
-        first: the number of the first head.
-        total: the number of heads of the layer in all processes together.
-    """
-
-    first: int
-    total: int
+    first: int  # the number of the first head
+    total: int  # the number of heads of the layer in all processes together
 
 
 class HeadSeed(NamedTuple):
-    """The seed of a call that has some heads of a layer.
+    """The seed of a call that has some heads of a layer."""
 
-    Attributes:
-        value: the seed of the layer.
-        heads: the heads of the call.
-    """
-
-    value: int | Tensor
-    heads: HeadSlice
+    value: int | Tensor  # the seed of the layer
+    heads: HeadSlice  # the heads of the call
 
 
 # A call with all heads of a layer has a plain seed.
@@ -59,21 +49,13 @@ def head_slice(seed: Seed, num_heads: int) -> HeadSlice:
 
 @dataclass(frozen=True)
 class Shards:
-    """The shards of a batch of sequences over the processes of a group.
+    """The shards of a batch of sequences over the processes of a group."""
 
-    Attributes:
-        group: the process group.
-        lengths: the number of tokens of each process, in the order of the sequence.
-        rank: the rank of this process.
-        key_mask: bool (B, N) of all tokens of all processes; None if there is no padding.
-        seed: seed of the draws in training, the same in all processes; None in eval.
-    """
-
-    group: "dist.ProcessGroup"
-    lengths: tuple[int, ...]
-    rank: int
-    key_mask: Tensor | None = None
-    seed: int | None = None
+    group: "dist.ProcessGroup"  # the process group
+    lengths: tuple[int, ...]  # the number of tokens of each process, in the order of the sequence
+    rank: int  # the rank of this process
+    key_mask: Tensor | None = None  # bool (B, N) of all tokens of all processes; None if there is no padding
+    seed: int | None = None  # seed of the draws in training, the same in all processes; None in eval
 
     @property
     def size(self) -> int:

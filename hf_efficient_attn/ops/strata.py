@@ -37,8 +37,7 @@ def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Ten
     Returns:
         int64 (BH, count), for `offset` (BH, 1).
     """
-    ranks = strata(integers(count, offset.device), offset, available, count)
-    return clamp_index(ranks, available - 1)
+    return clamp_index(strata(integers(count, offset.device), offset, available, count), available - 1)
 
 
 def systematic_sample(

@@ -131,21 +131,13 @@ def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[N
 
 
 class _Part(NamedTuple):
-    """The function of tensors that one `_Call` computes.
+    """The function of tensors that one `_Call` computes."""
 
-    Attributes:
-        function: takes tensors, and returns a tensor or a tuple of tensors.
-        name: the method's name, for messages.
-        by_rows: whether the first dimension of all arguments and results is the batch, whose rows are independent.
-        draws: whether it draws from the global generator.
-        is_gradient: whether it is the gradient of another part.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    by_rows: bool
-    draws: bool
-    is_gradient: bool = False
+    function: Callable[..., Any]  # takes tensors, and returns a tensor or a tuple of tensors
+    name: str  # the method's name, for messages
+    by_rows: bool  # whether the first dimension of all arguments and results is the batch, whose rows are independent
+    draws: bool  # whether it draws from the global generator
+    is_gradient: bool = False  # whether it is the gradient of another part
 
 
 @replaced_in_graphs(lambda *_: False)

@@ -25,17 +25,11 @@ _SUBCLASS = "a tensor is nested, or of another subclass of torch.Tensor"
 
 
 class Choice(NamedTuple):
-    """How a call is computed.
+    """How a call is computed."""
 
-    Attributes:
-        key_mask: bool (B, Nk), True for the keys to attend to; None for all keys.
-        is_causal: whether it is causal, by its argument or by its mask.
-        reason: why the call stays exact; empty if the method computes it.
-    """
-
-    key_mask: Tensor | None
-    is_causal: bool
-    reason: str
+    key_mask: Tensor | None  # bool (B, Nk), True for the keys to attend to; None for all keys
+    is_causal: bool  # whether it is causal, by its argument or by its mask
+    reason: str  # why the call stays exact; empty if the method computes it
 
 
 def _exact(reason: str) -> Choice:
@@ -43,15 +37,11 @@ def _exact(reason: str) -> Choice:
 
 
 class Chooser(NamedTuple):
-    """Chooses how calls are computed.
+    """Chooses how calls are computed."""
 
-    Attributes:
-        config: the method.
-        min_length: calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is
-            faster on this machine.
-    """
-
-    config: MethodConfig
+    config: MethodConfig  # the method
+    # Calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is faster on
+    # this machine.
     min_length: int | None
 
     def choose(

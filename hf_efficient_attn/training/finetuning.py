@@ -138,8 +138,7 @@ class Finetuning(Training):
             x, target = x.float(), wanted[name].float()
             if self.target == "logits":
                 x, target = x.log_softmax(-1), target.log_softmax(-1)
-                divergence = nn.functional.kl_div(x, target, reduction="none", log_target=True)
-                losses[name] = divergence.sum(-1)[valid].mean()
+                losses[name] = nn.functional.kl_div(x, target, reduction="none", log_target=True).sum(-1)[valid].mean()
             else:
                 error, size = (x - target).square().sum(-1), target.square().sum(-1)
                 losses[name] = error[valid].sum() / size[valid].sum()

@@ -33,11 +33,7 @@ _MAX_DECODED_QUERIES = 128
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call besides the tensors, as the user gave them; see `attention`.
-
-    Attributes:
-        some_parameters: learned parameters that were given by name, if `parameters` is None.
-    """
+    """The arguments of a call besides the tensors, as the user gave them; see `attention`."""
 
     attention_mask: Tensor | None = None  # bool (B, Nk)
     is_causal: bool = False
@@ -47,7 +43,7 @@ class Arguments(NamedTuple):
     parameters: Mapping[str, Tensor] | None = None
     distance_bias: Tensor | None = None  # (H, 2R + 1)
     heads: HeadSlice | None = None
-    some_parameters: Mapping[str, Tensor] = {}
+    some_parameters: Mapping[str, Tensor] = {}  # learned parameters that were given by name, if `parameters` is None
 
 
 def attention(

@@ -32,15 +32,10 @@ NEVER = 2**31 - 1
 
 
 class Crossover(NamedTuple):
-    """Lengths from which on a method is faster than exact attention.
+    """Lengths from which on a method is faster than exact attention."""
 
-    Attributes:
-        small: the length in calls with a total_dim of `SMALL_DIM`.
-        large: the length in calls with a total_dim of `LARGE_DIM`.
-    """
-
-    small: int
-    large: int
+    small: int  # the length in calls with a total_dim of `SMALL_DIM`
+    large: int  # the length in calls with a total_dim of `LARGE_DIM`
 
     def at(self, total_dim: int, relative_cost: float = 1.0) -> int:
         """Compute the length for any size of a call.
@@ -125,8 +120,7 @@ def crossover_length(
         device: the device of the tensors.
         relative_cost: cost of the method per token, relative to its cost with the default hyperparameters.
     """
-    key = table_key(dtype, is_causal)
-    return _kept_length(method, device, key, total_dim, relative_cost, torch.get_num_threads())
+    return _kept_length(method, device, table_key(dtype, is_causal), total_dim, relative_cost, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=256)

@@ -112,8 +112,7 @@ def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor
     """Compute the gradients of the tensors."""
     with _autograd():
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out = _run(leaves, others, text)
-        grads = torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(_run(leaves, others, text), leaves, grad, allow_unused=True, materialize_grads=True)
     return [x.contiguous() for x in grads]
 
 

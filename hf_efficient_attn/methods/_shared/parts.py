@@ -5,13 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.call import (
-    Arguments,
-    cast_under_autocast,
-    compute,
-    prepare,
-    repeat_kv,
-)
+from hf_efficient_attn.methods._shared.call import Arguments, cast_under_autocast, compute, prepare, repeat_kv
 from hf_efficient_attn.methods._shared.config import MethodConfig, State
 from hf_efficient_attn.methods._shared.registry import get_method, parameters_of_slice
 from hf_efficient_attn.ops.shards import HeadSlice, Shards, over_heads
@@ -50,8 +44,7 @@ def attention_with_state(
     """
     query, key, value = cast_under_autocast(query, key, value)
     dtype = value.dtype
-    given = Arguments(is_causal=True, **arguments)
-    query, key, value, options = prepare(config, query, key, value, given)
+    query, key, value, options = prepare(config, query, key, value, Arguments(is_causal=True, **arguments))
     recurrence: Any = get_method(config.method).recurrence
     batch, num_heads, q_len, _ = query.shape
     num_kv_heads = key.shape[1]

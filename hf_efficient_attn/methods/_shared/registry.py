@@ -61,14 +61,11 @@ class MethodInfo:
 
 @dataclass(frozen=True)
 class Method:
-    """One entry of the registry; see `register_method` for the other attributes.
-
-    Attributes:
-        default: the config with the default hyperparameters. It is kept, because making one takes longer than the
-            checks of a call.
-    """
+    """One entry of the registry; see `register_method` for the other attributes."""
 
     info: MethodInfo
+    # The config with the default hyperparameters. It is kept, because making one takes longer than the checks of a
+    # call.
     default: MethodConfig
     forward: AttentionForward[Any]
     naive: AttentionForward[Any]

@@ -25,35 +25,22 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 
 
 class _QueryBlocks(NamedTuple):
-    """The queries of each of S windows.
+    """The queries of each of S windows."""
 
-    Attributes:
-        block_q: the number of queries of a block.
-        order: int64 (S * block_q,), the queries of all blocks, or None if they are in order.
-        slot: int64 (Nq,), the place of each query in `order`, or None.
-    """
-
-    block_q: int
-    order: Tensor | None
-    slot: Tensor | None
+    block_q: int  # the number of queries of a block
+    order: Tensor | None  # int64 (S * block_q,), the queries of all blocks, or None if they are in order
+    slot: Tensor | None  # int64 (Nq,), the place of each query in `order`, or None
 
 
 class _Plan(NamedTuple):
-    """What each of S windows sees.
+    """What each of S windows sees."""
 
-    Attributes:
-        window: the number of keys of a window.
-        key_chunks: the chunks, and then the groups of each level.
-        query_chunks: the queries of each of them.
-        siblings: int64 (S,) for each level, the group that a window sees.
-        bias: (1, S, 1, window + C + levels), 0 for a key, the log of the number of keys for a summary, -inf for what a
-            window does not see.
-    """
-
-    window: int
-    key_chunks: list[Chunks]
-    query_chunks: list[Chunks]
-    siblings: list[Tensor]
+    window: int  # the number of keys of a window
+    key_chunks: list[Chunks]  # the chunks, and then the groups of each level
+    query_chunks: list[Chunks]  # the queries of each of them
+    siblings: list[Tensor]  # int64 (S,) for each level, the group that a window sees
+    # (1, S, 1, window + C + levels), 0 for a key, the log of the number of keys for a summary, -inf for what a window
+    # does not see.
     bias: Tensor
 
 

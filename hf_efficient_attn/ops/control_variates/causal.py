@@ -48,8 +48,7 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
     batch_heads, length, _ = key.shape
     device = key.device
     block = max(1, options.window_size // 2)
-    most = max(1, options.num_landmarks // 2)
-    levels = interval_levels(length, block, most)
+    levels = interval_levels(length, block, max(1, options.num_landmarks // 2))
     attend_to = functools.partial(attend, scale=options.scale, dropout_p=options.dropout_p)
     # The keys of the block before and of its own block that a query sees: (block, 2 block).
     pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)
@@ -106,12 +105,7 @@ def _far_partial(
 
 
 def _interval_summaries(
-    tokens: tuple[Tensor, ...],
-    level: Level,
-    most: int,
-    maps: Maps,
-    noise: Tensor | None,
-    scale: float,
+    tokens: tuple[Tensor, ...], level: Level, most: int, maps: Maps, noise: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summarize the left intervals of a level by keys, values and bias.
 

@@ -19,24 +19,17 @@ Maps = tuple[Tensor | None, Tensor | None]
 
 
 class ChunkOptions(NamedTuple):
-    """Options of both forms.
+    """Options of both forms."""
 
-    Attributes:
-        window_size: number of keys of a window; in the causal form, of the two blocks of the near field.
-        num_landmarks: largest number of chunks; in the causal form, twice the largest number of chunks of an interval.
-        maps: W_q and W_k (H, D, D) of a learned proposal, or two times None.
-        draw: draw(stream, count) returns standard normal numbers (H, count, D) of chunks, or None if omega is not
-            drawn. Stream 0 is for the chunks, and 1, 2, ... for the groups or the intervals of each level.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-    """
-
-    window_size: int
+    window_size: int  # number of keys of a window; in the causal form, of the two blocks of the near field
+    # Largest number of chunks; in the causal form, twice the largest number of chunks of an interval.
     num_landmarks: int
-    maps: Maps
+    maps: Maps  # W_q and W_k (H, D, D) of a learned proposal, or two times None
+    # draw(stream, count) returns standard normal numbers (H, count, D) of chunks, or None if omega is not drawn. Stream
+    # 0 is for the chunks, and 1, 2, ... for the groups or the intervals of each level.
     draw: Callable[[int, int], Tensor | None]
-    scale: float
-    dropout_p: float
+    scale: float  # factor of the scores
+    dropout_p: float  # probability of dropping a weight
 
     def maps_of(self, batch_heads: int) -> Maps:
         """Repeat the maps for every batch row: (BH, D, D) each."""
@@ -50,15 +43,10 @@ class ChunkOptions(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """C chunks of at most P tokens each.
+    """C chunks of at most P tokens each."""
 
-    Attributes:
-        token: int64 (C, P), the tokens of each chunk.
-        valid: bool (C, P), False for entries that are padding; None if there is none.
-    """
-
-    token: Tensor
-    valid: Tensor | None
+    token: Tensor  # int64 (C, P), the tokens of each chunk
+    valid: Tensor | None  # bool (C, P), False for entries that are padding; None if there is none
 
     def take(self, x: Tensor) -> Tensor:
         """Take the tokens of x (BH, N, D): (BH, C, P, D)."""
@@ -84,12 +72,7 @@ def chunk_means(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def summarize(
-    mean_query: Tensor,
-    tokens: Sequence[Tensor],
-    valid: Tensor | None,
-    maps: Maps,
-    noise: Tensor | None,
-    scale: float,
+    mean_query: Tensor, tokens: Sequence[Tensor], valid: Tensor | None, maps: Maps, noise: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean key and the estimated value beta_c(omega_c) of each chunk.
 
