@@ -28,17 +28,11 @@ _LARGEST_HALF = 6e4
 
 
 class Coreset(NamedTuple):
-    """A coreset of m keys.
+    """A coreset of m keys."""
 
-    Attributes:
-        keys: (BH, m, D), centered, in the accumulation dtype.
-        kernel_scale: (BH, 1, 1), from `kernel_scale_of`.
-        mean: (BH, 1, D), the mean of all keys.
-    """
-
-    keys: Tensor
-    kernel_scale: Tensor
-    mean: Tensor
+    keys: Tensor  # (BH, m, D), centered, in the accumulation dtype
+    kernel_scale: Tensor  # (BH, 1, 1), from `kernel_scale_of`
+    mean: Tensor  # (BH, 1, D), the mean of all keys
 
 
 def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:

@@ -35,21 +35,13 @@ def _window_block(window_size: int, dropout_p: float, key: Tensor) -> int:
 
 
 class WindowCall(NamedTuple):
-    """The keys that a query attends to, and the options of the attention.
+    """The keys that a query attends to, and the options of the attention."""
 
-    Attributes:
-        window_size: keys on each side, in the causal form on the left only.
-        num_global: the first valid tokens that attend to all tokens and that all tokens attend to.
-        is_causal: whether a query attends to keys up to its own position only.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-    """
-
-    window_size: int
-    num_global: int
-    is_causal: bool
-    scale: float
-    dropout_p: float
+    window_size: int  # keys on each side, in the causal form on the left only
+    num_global: int  # the first valid tokens that attend to all tokens and that all tokens attend to
+    is_causal: bool  # whether a query attends to keys up to its own position only
+    scale: float  # factor of the scores
+    dropout_p: float  # probability of dropping a weight
 
 
 def window_partial(
@@ -267,17 +259,11 @@ def _attention_of_global(
 
 
 class _GlobalTokens(NamedTuple):
-    """The first G valid tokens, and what is left for the window.
+    """The first G valid tokens, and what is left for the window."""
 
-    Attributes:
-        positions: int64 (1 or BH, G), the positions of the global tokens.
-        valid: bool (1 or BH, G), False if there are fewer valid tokens.
-        local_mask: bool (1 or BH, N), the other valid tokens, or None without padding.
-    """
-
-    positions: Tensor
-    valid: Tensor
-    local_mask: Tensor | None
+    positions: Tensor  # int64 (1 or BH, G), the positions of the global tokens
+    valid: Tensor  # bool (1 or BH, G), False if there are fewer valid tokens
+    local_mask: Tensor | None  # bool (1 or BH, N), the other valid tokens, or None without padding
 
 
 def _first_valid(mask: Tensor | None, count: int, length: int, device: torch.device) -> _GlobalTokens:

@@ -75,15 +75,10 @@ def _least_cost(length: int, kv_len: int) -> float:
 
 
 class Choice(NamedTuple):
-    """The next attempts.
+    """The next attempts."""
 
-    Attributes:
-        heads: bool (B, H), the heads to attempt. If there is none, all other heads are exact.
-        level: int64 (B, H), the number of columns of each head, as an index of `Attempts.columns`.
-    """
-
-    heads: Tensor
-    level: Tensor
+    heads: Tensor  # bool (B, H), the heads to attempt. If there is none, all other heads are exact.
+    level: Tensor  # int64 (B, H), the number of columns of each head, as an index of `Attempts.columns`
 
 
 class Attempts:

@@ -47,19 +47,12 @@ _PARTS = 256
 
 
 class _Window(NamedTuple):
-    """T blocks of queries, and the keys that each attends to exactly.
+    """T blocks of queries, and the keys that each attends to exactly."""
 
-    Attributes:
-        block_q: the number of queries of a block.
-        middle: int64 (T,), the query in the middle of each block.
-        key_index: int64 (T, w), the keys of each block.
-        reach: at this distance or less every key is in the window of a query.
-    """
-
-    block_q: int
-    middle: Tensor
-    key_index: Tensor
-    reach: int
+    block_q: int  # the number of queries of a block
+    middle: Tensor  # int64 (T,), the query in the middle of each block
+    key_index: Tensor  # int64 (T, w), the keys of each block
+    reach: int  # at this distance or less every key is in the window of a query
 
 
 def _window(q_len: int, kv_len: int, size: int, device: torch.device) -> _Window:

@@ -87,18 +87,12 @@ def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFa
 
 
 class _Keys(NamedTuple):
-    """Keys, and the landmarks that represent them.
+    """Keys, and the landmarks that represent them."""
 
-    Attributes:
-        key: (BH, Nk, D), centered.
-        value: (BH, Nk, Dv).
-        center: (BH, m, D), the keys of the landmarks.
-        sums, total, landmark, key_bias: see `Represented`.
-    """
-
-    key: Tensor
-    value: Tensor
-    center: Tensor
+    key: Tensor  # (BH, Nk, D), centered
+    value: Tensor  # (BH, Nk, Dv)
+    center: Tensor  # (BH, m, D), the keys of the landmarks
+    # See `Represented`.
     sums: Tensor
     total: Tensor
     landmark: Tensor
@@ -144,22 +138,14 @@ def _heads_with_near_keys(
 
 
 class Probes(NamedTuple):
-    """P probe queries, and tensors of the linear correction.
+    """P probe queries, and tensors of the linear correction."""
 
-    Attributes:
-        position: int64 (P,), the positions of the probes.
-        out: (BH, P, Dv), the exact output of the probes, in the accumulation dtype.
-        size, middle: (BH, 1, D), factor and offset that standardize a query.
-        basis: (BH, P, D + 1), features of the probes, and 1.
-        solve: (BH, D + 1, P), maps what the probes miss to the coefficients of the correction.
-    """
-
-    position: Tensor
-    out: Tensor
-    size: Tensor
+    position: Tensor  # int64 (P,), the positions of the probes
+    out: Tensor  # (BH, P, Dv), the exact output of the probes, in the accumulation dtype
+    size: Tensor  # (BH, 1, D), with `middle` the factor and the offset that standardize a query
     middle: Tensor
-    basis: Tensor
-    solve: Tensor
+    basis: Tensor  # (BH, P, D + 1), features of the probes, and 1
+    solve: Tensor  # (BH, D + 1, P), maps what the probes miss to the coefficients of the correction
 
 
 def probe_positions(q_len: int, num_probes: int, device: torch.device) -> Tensor:

@@ -60,18 +60,13 @@ _GROUPS = 128
 
 
 class CausalNearFarOptions(NamedTuple):
-    """Options of `causal_nearfar_attention`.
+    """Options of `causal_nearfar_attention`."""
 
-    Attributes:
-        num_exact: the first positions, which are computed exactly in sequences of any length; at least as many as near
-            keys, and more than `block_size`.
-        block_size: tokens of a block. A query attends to its own block and the block before it exactly.
-        of_prefix: options for the landmarks and near keys of a long prefix.
-    """
-
+    # The first positions, which are computed exactly in sequences of any length; at least as many as near keys, and
+    # more than `block_size`.
     num_exact: int
-    block_size: int
-    of_prefix: NearFarOptions
+    block_size: int  # tokens of a block. A query attends to its own block and the block before it exactly.
+    of_prefix: NearFarOptions  # options for the landmarks and near keys of a long prefix
 
 
 def split_columns(columns: int, scale: float, draws: Draws, dropout_p: float = 0.0) -> CausalNearFarOptions:

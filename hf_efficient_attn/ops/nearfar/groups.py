@@ -31,15 +31,11 @@ LEAST_SHARE = 1e-3
 
 
 class Groups(NamedTuple):
-    """Queries in groups.
+    """Queries in groups."""
 
-    Attributes:
-        query: int64 (BH, G, b), the queries of each group. Some are in two of them, so that groups are equally large.
-        slot: int64 (BH, Nq), the place of each query among the G b queries of all groups.
-    """
-
+    # int64 (BH, G, b), the queries of each group. Some are in two of them, so that groups are equally large.
     query: Tensor
-    slot: Tensor
+    slot: Tensor  # int64 (BH, Nq), the place of each query among the G b queries of all groups
 
 
 @torch.no_grad()
@@ -138,21 +134,13 @@ def _halves(points: Tensor, levels: int) -> Tensor:
 
 
 class CountedKeys(NamedTuple):
-    """Keys, and what landmarks count for them.
+    """Keys, and what landmarks count for them."""
 
-    Attributes:
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        center: (BH, m, D), the keys of the landmarks.
-        landmark: int64 (BH, Nk), the landmark of each key.
-        key_bias: (BH, Nk), the log of each key's weight on its landmark.
-    """
-
-    key: Tensor
-    value: Tensor
-    center: Tensor
-    landmark: Tensor
-    key_bias: Tensor
+    key: Tensor  # (BH, Nk, D)
+    value: Tensor  # (BH, Nk, Dv)
+    center: Tensor  # (BH, m, D), the keys of the landmarks
+    landmark: Tensor  # int64 (BH, Nk), the landmark of each key
+    key_bias: Tensor  # (BH, Nk), the log of each key's weight on its landmark
 
 
 def near_attention(

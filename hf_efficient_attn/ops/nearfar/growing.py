@@ -53,17 +53,11 @@ _SMALLEST_SCALE = 1e-9
 
 
 class GrowingCoreset(NamedTuple):
-    """Landmarks that represent keys, in the accumulation dtype. A landmark without keys has weights 0.
+    """Landmarks that represent keys, in the accumulation dtype. A landmark without keys has weights 0."""
 
-    Attributes:
-        key: (..., m, D).
-        clusters: (..., m, Dv + 1), the sum of the values of a cluster, and its number of keys.
-        weights: (..., m, Dv + 1), Nystrom weights.
-    """
-
-    key: Tensor
-    clusters: Tensor
-    weights: Tensor
+    key: Tensor  # (..., m, D)
+    clusters: Tensor  # (..., m, Dv + 1), the sum of the values of a cluster, and its number of keys
+    weights: Tensor  # (..., m, Dv + 1), Nystrom weights
 
 
 def empty_coreset(key: Tensor, value: Tensor, num_landmarks: int) -> GrowingCoreset:

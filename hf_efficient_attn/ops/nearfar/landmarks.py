@@ -39,32 +39,20 @@ _GROWING = 64, 3, 2**31
 
 
 class NearFarOptions(NamedTuple):
-    """Options for the choice of landmarks and near keys.
+    """Options for the choice of landmarks and near keys."""
 
-    Attributes:
-        num_samples: m, the number of landmarks.
-        num_candidates: number of evenly spaced keys from which the landmarks are made, at least m.
-        num_refinements: steps of Lloyd's algorithm; 0 for landmarks that are keys.
-        num_probes: number of queries whose exact rows are known; 0 for none.
-        block_size: w, the number of near keys of a group of queries; or 0.
-        num_groups: number of groups of queries, rounded down to a power of two.
-        near_share: a head has near keys if landmarks alone miss more than this share of its output, measured on the
-            probes. With 0, or without probes, all heads have them; with 1 none has.
-        scale: factor of the attention scores.
-        draws: the random numbers by which the keys are drawn that the clusters begin with.
-        dropout_p: probability of dropping a weight from the numerator.
-    """
-
-    num_samples: int
-    num_candidates: int
-    num_refinements: int
-    num_probes: int
-    block_size: int
-    num_groups: int
+    num_samples: int  # m, the number of landmarks
+    num_candidates: int  # number of evenly spaced keys from which the landmarks are made, at least m
+    num_refinements: int  # steps of Lloyd's algorithm; 0 for landmarks that are keys
+    num_probes: int  # number of queries whose exact rows are known; 0 for none
+    block_size: int  # w, the number of near keys of a group of queries; or 0
+    num_groups: int  # number of groups of queries, rounded down to a power of two
+    # A head has near keys if landmarks alone miss more than this share of its output, measured on the probes. With 0,
+    # or without probes, all heads have them; with 1 none has.
     near_share: float
-    scale: float
-    draws: Draws
-    dropout_p: float = 0.0
+    scale: float  # factor of the attention scores
+    draws: Draws  # the random numbers by which the keys are drawn that the clusters begin with
+    dropout_p: float = 0.0  # probability of dropping a weight from the numerator
 
     @property
     def root(self) -> float:
@@ -73,16 +61,11 @@ class NearFarOptions(NamedTuple):
 
 
 class Landmarks(NamedTuple):
-    """m landmarks of each head, as keys of a softmax.
+    """m landmarks of each head, as keys of a softmax."""
 
-    Attributes:
-        key: c, (BH, m, D).
-        slope: scale times the query that is expected to attend to each landmark, (BH, m, D).
-        choice: int64 (BH, m + C), the candidates with which clusters begin, and the cluster of each of C candidates.
-    """
-
-    key: Tensor
-    slope: Tensor
+    key: Tensor  # c, (BH, m, D)
+    slope: Tensor  # scale times the query that is expected to attend to each landmark, (BH, m, D)
+    # int64 (BH, m + C), the candidates with which clusters begin, and the cluster of each of C candidates.
     choice: Tensor
 
 
@@ -168,18 +151,12 @@ class Represented(NamedTuple):
     """Sums over the keys that each landmark represents, in each of S segments of the keys.
 
     The weight of a key is exp(g(k) - |x - y|^2 / 2 - g(c)) for points x and y of the key and the landmark.
-
-    Attributes:
-        sums: (BH, S m, Dv), the sums of the weighted values of the keys of each landmark.
-        total: (BH, S m), the sums of the weights.
-        landmark: int64 (BH, Nk), the landmark of each key.
-        key_bias: (BH, Nk), the logarithm of each key's weight.
     """
 
-    sums: Tensor
-    total: Tensor
-    landmark: Tensor
-    key_bias: Tensor
+    sums: Tensor  # (BH, S m, Dv), the sums of the weighted values of the keys of each landmark
+    total: Tensor  # (BH, S m), the sums of the weights
+    landmark: Tensor  # int64 (BH, Nk), the landmark of each key
+    key_bias: Tensor  # (BH, Nk), the logarithm of each key's weight
 
 
 def represent(

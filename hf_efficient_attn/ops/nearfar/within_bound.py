@@ -38,25 +38,16 @@ class Heads(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """The two forms of a call's heads, from query, key and value (BH, N, .), and the bound of their error.
+    """The two forms of a call's heads, from query, key and value (BH, N, .), and the bound of their error."""
 
-    Attributes:
-        approximate: approximate(query, key, value, columns) returns the output (BH, Nq, Dv) of some heads.
-        exact: exact(query, key, value) returns the exact output of some heads.
-        num_probes: number of evenly spaced queries by which the output is corrected. The bound does not use them.
-        max_error: the largest bound of a head's relative error in the operator norm.
-        columns: number of columns of a head's first attempt.
-        length: the number of keys from which on an approximation with these columns is worthwhile.
-        draws: the random numbers of the rows that bound the error.
-    """
-
+    # approximate(query, key, value, columns) returns the output (BH, Nq, Dv) of some heads.
     approximate: Callable[..., Tensor]
-    exact: Callable[..., Tensor]
-    num_probes: int
-    max_error: float
-    columns: int
-    length: int
-    draws: Draws
+    exact: Callable[..., Tensor]  # exact(query, key, value) returns the exact output of some heads
+    num_probes: int  # number of evenly spaced queries by which the output is corrected. The bound does not use them.
+    max_error: float  # the largest bound of a head's relative error in the operator norm
+    columns: int  # number of columns of a head's first attempt
+    length: int  # the number of keys from which on an approximation with these columns is worthwhile
+    draws: Draws  # the random numbers of the rows that bound the error
 
 
 def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -53,19 +53,12 @@ _ROWS = 31
 
 
 class ExactRows(NamedTuple):
-    """Exact rows of the softmax matrix of each head.
+    """Exact rows of the softmax matrix of each head."""
 
-    Attributes:
-        sorted_index: int64 (BH, R), the queries of the rows.
-        near_keys: int64 (BH, R, block_k), the positions of the keys in the queries' near fields.
-        weights: (BH, R, Nk), by position of the keys, in the accumulation dtype.
-        valid: bool (BH, R), False if there are fewer queries than rows; None if all are valid.
-    """
-
-    sorted_index: Tensor
-    near_keys: Tensor
-    weights: Tensor
-    valid: Tensor | None = None
+    sorted_index: Tensor  # int64 (BH, R), the queries of the rows
+    near_keys: Tensor  # int64 (BH, R, block_k), the positions of the keys in the queries' near fields
+    weights: Tensor  # (BH, R, Nk), by position of the keys, in the accumulation dtype
+    valid: Tensor | None = None  # bool (BH, R), False if there are fewer queries than rows; None if all are valid
 
 
 def make_plan(

@@ -28,24 +28,18 @@ class NearField(NamedTuple):
     """The block of keys of each of T blocks of queries. In a plan of S rounds (`plan_rounds`) orders are (BH, S, N).
 
     A sorted index counts the keys (or queries) in the order of the plan; a position counts them in the sequence.
-
-    Attributes:
-        query_order: int64 (BH, Nq), the query at each sorted index, or None if queries are in the order of positions.
-        key_order: int64 (BH, Nk), the key at each sorted index, valid keys first, or None if keys are in that order.
-        start: int64 (BH, T), the sorted index at which the block of keys starts.
-        block_q: number of queries of a block.
-        block_k: number of keys of a block.
-        num_keys: number of valid keys, int64 (BH, 1) or an integer.
-        num_queries: number of valid queries, int64 (BH, 1) or an integer. Masked queries are known only if queries and
-            keys are the same tokens.
     """
 
+    # int64 (BH, Nq), the query at each sorted index, or None if queries are in the order of positions.
     query_order: Tensor | None
+    # int64 (BH, Nk), the key at each sorted index, valid keys first, or None if keys are in that order.
     key_order: Tensor | None
-    start: Tensor
-    block_q: int
-    block_k: int
-    num_keys: Tensor | int
+    start: Tensor  # int64 (BH, T), the sorted index at which the block of keys starts
+    block_q: int  # number of queries of a block
+    block_k: int  # number of keys of a block
+    num_keys: Tensor | int  # number of valid keys, int64 (BH, 1) or an integer
+    # Number of valid queries, int64 (BH, 1) or an integer. Masked queries are known only if queries and keys are the
+    # same tokens.
     num_queries: Tensor | int
 
 

@@ -14,25 +14,17 @@ from hf_efficient_attn.ops.index import ceil_div, constant, integers, inverse, t
 
 
 class IntervalPlan(NamedTuple):
-    """The far field on one level: J intervals of L = block_size * 2**level tokens.
+    """The far field on one level: J intervals of L = block_size * 2**level tokens."""
 
-    Attributes:
-        level: the level of the intervals.
-        sample_index: int64 (BH, J, M), the sampled keys of each interval, counted from its first token.
-        log_weight: (BH, J, M), the log-weights of the sampled keys.
-        key_order: int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the
-            window alone.
-        query_block: int64 (BH, J, L or less), the block of hashed keys in the near field of each query that sees the
-            interval; None if the near field is the window alone.
-        block_k: the number of keys of a block of hashed keys.
-    """
-
-    level: int
-    sample_index: Tensor
-    log_weight: Tensor
+    level: int  # the level of the intervals
+    sample_index: Tensor  # int64 (BH, J, M), the sampled keys of each interval, counted from its first token
+    log_weight: Tensor  # (BH, J, M), the log-weights of the sampled keys
+    # int64 (BH, J, L), the keys of each interval in the order of a hash; None if the near field is the window alone.
     key_order: Tensor | None = None
+    # int64 (BH, J, L or less), the block of hashed keys in the near field of each query that sees the interval; None if
+    # the near field is the window alone.
     query_block: Tensor | None = None
-    block_k: int = 0
+    block_k: int = 0  # the number of keys of a block of hashed keys
 
 
 def sampled_intervals(length: int, block_size: int) -> list[tuple[int, int]]:

@@ -29,42 +29,27 @@ ColumnNorms = Callable[[Tensor, Tensor, int | Tensor], tuple[Tensor, Tensor]]
 
 
 class SamplingOptions(NamedTuple):
-    """Options of the near field and of the sampling of the far field.
+    """Options of the near field and of the sampling of the far field."""
 
-    Attributes:
-        near_field: "lsh", "window", or "auto", which chooses one of the two for each head.
-        block_size: number of keys of a block of the near field.
-        num_hashes: number of hyperplanes of the hash.
-        block_q: number of queries of a block; by default `block_size` for "lsh", and half of it otherwise.
-        num_samples: number of samples per block of queries.
-        scores: the unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe":
-            estimated squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2
-            and 5, and Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with the function's norms.
-        num_probes: number of queries from which "probe" estimates the norms.
-        independent: sample with replacement, as in the paper's Algorithm 1, rather than systematically without.
-        scale: factor of the attention scores.
-        draws: the random numbers of the hash and of the samples.
-        batch: B. Sequences of a batch use the same random numbers.
-        groups: number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
-        shared: whether all blocks of queries share one sample instead of having one each.
-        dropout_p: probability of dropping a weight.
-        table: (BH, 2R + 1), the bias of the scores by distance (`hf_efficient_attn.ops.exact`), or None.
-    """
-
-    near_field: str
-    block_size: int
-    num_hashes: int
-    block_q: int | None
-    num_samples: int
+    near_field: str  # "lsh", "window", or "auto", which chooses one of the two for each head
+    block_size: int  # number of keys of a block of the near field
+    num_hashes: int  # number of hyperplanes of the hash
+    block_q: int | None  # number of queries of a block; by default `block_size` for "lsh", and half of it otherwise
+    num_samples: int  # number of samples per block of queries
+    # The unnormalized sampling probabilities of the keys. "uniform": 1. "value_norm": |v_j|^2. "probe": estimated
+    # squared column norm of D^-1 A_res + gamma |v_j|^2 with gamma = 1 / |V|_op^2 (Algorithm 1, lines 2 and 5, and
+    # Algorithm 3, line 3, of Zandieh et al. 2023). A function: the same with the function's norms.
     scores: str | ColumnNorms
-    num_probes: int
-    independent: bool
-    scale: float
-    draws: Draws
-    batch: int
+    num_probes: int  # number of queries from which "probe" estimates the norms
+    independent: bool  # sample with replacement, as in the paper's Algorithm 1, rather than systematically without
+    scale: float  # factor of the attention scores
+    draws: Draws  # the random numbers of the hash and of the samples
+    batch: int  # B. Sequences of a batch use the same random numbers.
+    # Number of groups of neighboring blocks of queries. Each group has its own estimated norms for "probe".
     groups: int = 1
-    shared: bool = False
-    dropout_p: float = 0.0
+    shared: bool = False  # whether all blocks of queries share one sample instead of having one each
+    dropout_p: float = 0.0  # probability of dropping a weight
+    # (BH, 2R + 1), the bias of the scores by distance (`hf_efficient_attn.ops.exact`), or None.
     table: Tensor | None = None
 
     @property
@@ -74,15 +59,10 @@ class SamplingOptions(NamedTuple):
 
 
 class FarField(NamedTuple):
-    """The sampled keys of each of S samples; S is the number of blocks of queries, or 1 if all share one sample.
+    """The sampled keys of each of S samples; S is the number of blocks of queries, or 1 if all share one sample."""
 
-    Attributes:
-        sorted_index: int64 (BH, S, M).
-        log_weight: (BH, S, M), -inf for an unused entry.
-    """
-
-    sorted_index: Tensor
-    log_weight: Tensor
+    sorted_index: Tensor  # int64 (BH, S, M)
+    log_weight: Tensor  # (BH, S, M), -inf for an unused entry
 
 
 def row_weights(
