@@ -53,17 +53,12 @@ class Features(NamedTuple):
             None for factors of 1.
         of_key: maps keys (..., N, D) and their mask, bool (..., N) or None, to the same. The features of a masked key
             are 0, and the log of its factor is `EMPTY`.
-        directions: (F, D), if the features of a key are exp(<w_f, k> - |scale| |k|^2 / 2) and the features of a query
-            are, up to a factor, exp(sign(scale) <w_f, q>); otherwise None.
-        scale: the scale of these features.
-        fused: the same features for kernels, or None if the kernels do not compute them.
+        fused: the same features for kernels.
     """
 
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     of_key: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    directions: Tensor | None = None
-    scale: float = 1.0
-    fused: FusedFeatures | None = None
+    fused: FusedFeatures
 
 
 def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
@@ -142,7 +137,16 @@ def favor(num_features: int, scale: float, head_dim: int, draws: Draws) -> Featu
             return phi, log
         return phi * key_mask.unsqueeze(-1), log.masked_fill(~key_mask, EMPTY)
 
-    return Features(of_query, of_key, weight, scale)
+    fused = FusedFeatures(
+        "favor",
+        num_features,
+        1.0,
+        lambda query: query @ weight.t().to(query.dtype) * math.copysign(1.0, scale),
+        lambda key: key @ weight.t().to(key.dtype) - key.square().sum(-1, keepdim=True) * (0.5 * abs(scale)),
+        weight,
+        scale,
+    )
+    return Features(of_query, of_key, fused)
 
 
 def features_of_maps(

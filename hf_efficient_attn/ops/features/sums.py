@@ -106,11 +106,11 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
     return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
 
 
-def _by_kernel(
+def by_kernel(
     tokens: Tokens, features: Features, dropout_p: float, is_causal: bool, distance: int = 0, is_reversed: bool = False
 ) -> Partial | None:
     """Compute `bidirectional` or `causal` by a kernel, or return None if there is none."""
-    if features.fused is None or dropout_p > 0.0 or exporting_to_onnx():
+    if dropout_p > 0.0 or exporting_to_onnx():
         return None
     call = LinearCall(*tokens, features.fused, is_causal, distance, is_reversed)
     return next((backend.attend(call) for backend in FEATURE_BACKENDS if backend.applies(call)), None)
@@ -118,7 +118,7 @@ def _by_kernel(
 
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
-    found = _by_kernel(tokens, features, dropout_p, is_causal=False)
+    found = by_kernel(tokens, features, dropout_p, is_causal=False)
     if found is not None:
         return found.out
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
@@ -152,7 +152,7 @@ def causal(
     Returns:
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
-    found = None if state is not None else _by_kernel(tokens, features, dropout_p, True, distance, is_reversed)
+    found = None if state is not None else by_kernel(tokens, features, dropout_p, True, distance, is_reversed)
     if found is not None:
         return found
     if is_reversed:
