@@ -28,7 +28,7 @@ from tqdm import tqdm
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.attend import BlockKeys, block_attention
-from hf_efficient_attn.ops.backends import launches, linear_attention
+from hf_efficient_attn.ops.backends import FEATURE_BACKENDS, launches
 from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
 from hf_efficient_attn.ops.backends.launches import Launch
 from recipes.common import commands
@@ -112,15 +112,17 @@ def _of_blocks(form: str, dtype: torch.dtype, dim: int) -> None:
 
 
 def _of_features(name: str, causal: bool, dtype: torch.dtype, dim: int) -> None:
-    """Call linear attention and its backward."""
+    """Call linear attention, or random features, and its backward."""
     tensors = [torch.empty(16, 1000, dim, dtype=dtype, device="meta", requires_grad=True) for _ in range(3)]
     mask = torch.empty(16, 1000, dtype=torch.bool, device="meta")
     number = torch.float32 if name == "exp" else dtype  # learned features come from float32 numbers
     features = FusedFeatures(name, dim, 1.0, *[lambda x: x.to(number)] * 2)
+    if name == "favor":
+        directions = torch.empty(256, dim, dtype=torch.float64, device="meta")
+        features = features._replace(num_features=256, directions=directions)
     call = LinearCall(*tensors, mask, features, causal)
-    assert linear_attention.BACKEND.applies(call)
-    out, lse = linear_attention.BACKEND.attend(call)
-    torch.autograd.grad((out.sum(), lse.sum()), tensors)
+    backend = next(x for x in FEATURE_BACKENDS if x.applies(call))
+    torch.autograd.grad(backend.attend(call).out.sum(), tensors)
 
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -138,6 +140,12 @@ CALLS |= {
         *(("elu", causal, dtype, 64) for dtype in (*_DTYPES, torch.float16)),
         *((name, causal, torch.bfloat16, 128) for name in ("elu", "exp")),
     )
+}
+
+
+CALLS |= {
+    f"random features, {str(dtype)[6:]}, {dim} dimensions": lambda x=("favor", False, dtype, dim): _of_features(*x)
+    for dtype, dim in (*((x, 64) for x in (*_DTYPES, torch.float16)), (torch.bfloat16, 128))
 }
 
 

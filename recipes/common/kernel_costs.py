@@ -163,6 +163,48 @@ def linear_key_gradient(launch: Launch) -> KernelCost:
     return _linear(launch, own, ("query", "grad_out", "lse", "weight"), 2, "vffv")
 
 
+def _directions(
+    launch: Launch, of_tokens: tuple[str, ...], of_directions: tuple[str, ...], products: str
+) -> KernelCost:
+    """Count what programs of some tokens, or of a segment and some directions, read, write and multiply.
+
+    `products` has a letter for each product: the dimension of the tokens (d) or of the values (v).
+    """
+    arguments, constants = launch.arguments, launch.constants
+    length, count, block_m, block_n = arguments["length"], *(constants[x] for x in ("COUNT", "BLOCK_M", "BLOCK_N"))
+    heads, dims = arguments["token"].shape[0], {"d": constants["PADDED"], "v": constants["PADDED_V"]}
+    directions = arguments["directions"]
+    if launch.name == "direction_sums":
+        blocks = -(-count // block_m)
+        pairs, passes = heads * blocks * block_m * -(-length // block_n) * block_n, launch.grid / blocks
+    else:
+        blocks, passes = 1, launch.grid
+        pairs = launch.grid * block_m * -(-count // block_n) * block_n
+    moved = heads * length * blocks * _bytes(launch, *of_tokens)
+    moved += passes * (count * _bytes(launch, *of_directions) + directions.numel() * directions.element_size())
+    parts = directions.ndim - 1  # of the directions, each with a product
+    return KernelCost(moved, 2.0 * pairs * (parts * dims["d"] + sum(dims[x] for x in products)), gathers=False)
+
+
+def direction_sums(launch: Launch) -> KernelCost:
+    """Programs of a segment read its tokens for each block of directions, and write sums."""
+    of_tokens = ("token", "vector", "key_mask", "lse", "weight")
+    cost = _directions(launch, of_tokens, (), "v")
+    return cost._replace(moved=cost.moved + 4 * sum(launch.arguments[x].numel() for x in ("sums", "norm", "largest")))
+
+
+def direction_output(launch: Launch) -> KernelCost:
+    """Programs of some queries read all directions."""
+    return _directions(launch, ("token", "out", "lse"), ("values", "log"), "v")
+
+
+def direction_gradient(launch: Launch) -> KernelCost:
+    """Programs of some queries or keys read all directions. Keys have one more product."""
+    of_tokens = ("token", "vector", "key_mask", "lse", "out", "weight", "grad_token", "grad_vector")
+    products = "vd" if launch.arguments["grad_vector"] is None else "vdv"
+    return _directions(launch, of_tokens, ("values", "log", "offset"), products)
+
+
 # Maps the name of a kernel to a function of its launch, whose tensors may be on "meta".
 COSTS: dict[str, Callable[[Launch], KernelCost]] = {
     "block_forward": functools.partial(_blocks, grad=False),
@@ -172,4 +214,7 @@ COSTS: dict[str, Callable[[Launch], KernelCost]] = {
     "linear_output": linear_output,
     "linear_query_gradient": linear_query_gradient,
     "linear_key_gradient": linear_key_gradient,
+    "direction_sums": direction_sums,
+    "direction_output": direction_output,
+    "direction_gradient": direction_gradient,
 }

@@ -173,4 +173,5 @@ def test_costs_are_what_the_kernels_move(kernels, monkeypatch, form):
 
 def test_the_check_on_first_use(kernels):
     for causal in (False, True):
-        linear_attention._check(make(9, 9, 16, 16, causal=causal), with_backward=True)
+        call = make(9, 9, 16, 16, causal=causal)
+        linear_attention.check_attend(call, linear_attention.BACKEND.attend, with_backward=True)

@@ -1,5 +1,6 @@
 """The tensor primitives of `ops`, against explicit formulas and against PyTorch."""
 
+import functools
 import itertools
 import math
 from collections import OrderedDict
@@ -10,10 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import hf_efficient_attn as hea
 from each import attend_naive, close
 from hf_efficient_attn import functional
+from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.ops import index as index_ops
 from hf_efficient_attn.ops.attend import Partial, merge
+from hf_efficient_attn.ops.backends import devices
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import sums
 from hf_efficient_attn.ops.features.maps import (
@@ -331,3 +335,18 @@ def test_constants_are_kept_up_to_a_size(monkeypatch):
         assert ones(count, CPU).tolist() == [1.0] * count
     assert calls == [40, 50, 60, 50, 200]
     assert ones(count=50, device=CPU) is ones(50, CPU)
+
+
+@pytest.mark.parametrize(
+    ("method", "causal", "most"), [("performer", True, 2.0), ("linear", True, 1.5), ("linear", False, 1.25)]
+)
+def test_features_round_little_more_than_exact_attention(monkeypatch, method, causal, most):
+    """The sum of the weights of a query is rounded several times independently, and weights of keys are exact."""
+    monkeypatch.setattr(devices, "multiplies_bfloat16", lambda device: True)
+    tensors = [numbers(1, 2, 512, 64, seed=i).bfloat16() for i in range(3)]
+    config = make_config(method).with_budget(128)
+    errors = []
+    for attend in (functools.partial(hea.attention, config), torch.nn.functional.scaled_dot_product_attention):
+        out, truth = (attend(*x, is_causal=causal) for x in (tensors, [x.double() for x in tensors]))
+        errors.append(((out - truth).norm() / truth.norm()).item())
+    assert errors[0] < most * errors[1]

@@ -12,6 +12,7 @@ from hf_efficient_attn.ops.backends import (
     flash_window,
     linear_attention,
     products,
+    random_features,
 )
 from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, LinearBackend
 
@@ -24,4 +25,4 @@ BACKENDS: tuple[Backend, ...] = (
 # Where none applies, `block_attention` returns None, and the caller computes the attention by `attend`.
 BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND, block_attention.BACKEND)
 # Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.
-FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND,)
+FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND, random_features.BACKEND)

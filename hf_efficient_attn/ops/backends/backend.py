@@ -155,6 +155,9 @@ class FusedFeatures(NamedTuple):
         factor: of the numbers x of a query.
         of_query: maps queries (BH, N, D) to x (BH, N, F) without the factor.
         of_key: the same for keys.
+        directions: (F, D), if the numbers of a key are <w_f, k> - |scale| |k|^2 / 2 and those of a query are
+            sign(scale) <w_f, q>, of which features are exponentials; otherwise None. Kernels compute them themselves.
+        scale: of the directions.
     """
 
     name: str
@@ -162,6 +165,8 @@ class FusedFeatures(NamedTuple):
     factor: float
     of_query: Callable[[Tensor], Tensor]
     of_key: Callable[[Tensor], Tensor]
+    directions: Tensor | None = None
+    scale: float = 1.0
 
 
 class LinearCall(NamedTuple):
@@ -194,8 +199,8 @@ class LinearBackend(NamedTuple):
     Attributes:
         name: a name for messages and tests.
         applies: applies(call) tells whether this backend computes a call, with its gradients if they are needed.
-        attend: attend(call) returns the partial (BH, Nq, Dv) and (BH, Nq). It is differentiable. Its out is 0, without
-            a gradient, where the weights of a query sum to less than 5e-31.
+        attend: attend(call) returns the partial (BH, Nq, Dv) and (BH, Nq); with directions the lse has no numbers. It
+            is differentiable. Its out is 0, without a gradient, where the weights of a query sum to less than 5e-31.
     """
 
     name: str

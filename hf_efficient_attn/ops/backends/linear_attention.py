@@ -32,6 +32,7 @@ _PROGRAMS = 1024
 # Tokens of a check: more than a segment.
 _CHECKED = 300
 _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "favor": torch.exp,
     "elu": lambda x: x.relu() + (x - x.relu()).exp(),
     "t2r": torch.relu,
     "hedgehog": lambda x: x.softmax(-1),
@@ -45,7 +46,8 @@ def _kernels() -> ModuleType:
     return triton_linear_attention
 
 
-def _precision(value: Tensor) -> str:
+def precision(value: Tensor) -> str:
+    """Return the precision of products for a dtype of values."""
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(value.dtype, "tf32x3")
 
 
@@ -53,44 +55,64 @@ def _width(call: LinearCall) -> int:
     return max(64, launches.padded(max(call.features.num_features, call.value.shape[2])))
 
 
-def _applies(call: LinearCall) -> bool:
-    query, key, value = tensors = call[:3]
-    if not launches.takes(*tensors) or (_precision(value), _width(call)) not in _TILES:
+def suits(call: LinearCall, width: int) -> bool:
+    """Whether kernels that hold `width` numbers of a token may compute a call."""
+    if not launches.takes(*call[:3]) or min(x.numel() for x in call[:3]) == 0:
         return False
-    if (call.is_causal and query.shape[1] != key.shape[1]) or min(x.numel() for x in tensors) == 0:
-        return False
-    if max(query.shape[1], key.shape[1]) * _width(call) >= 1 << 31:  # offsets within a head
-        return False
+    return max(call.query.shape[1], call.key.shape[1]) * width < 1 << 31  # offsets within a head
+
+
+def passes_check(name: str, call: LinearCall, attend: Callable[[LinearCall], Partial]) -> bool:
+    """Whether the kernels of `attend` agree with the readable form on a small input."""
+    tensors = call[:3]
     with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     direction = call.is_causal, call.is_reversed, call.distance > 0, call.key_mask is not None
-    form = *(x.dtype for x in tensors), *call.features[:2], value.shape[2], *direction, with_backward
-    return launches.passes_check("linear attention", query.device, form, functools.partial(_check, call, with_backward))
+    form = *((x.dtype, x.shape[2]) for x in tensors), *call.features[:2], *direction, with_backward
+    check = functools.partial(check_attend, call, attend, with_backward)
+    return launches.passes_check(name, call.query.device, form, check)
+
+
+def _applies(call: LinearCall) -> bool:
+    if call.features.directions is not None or (precision(call.value), _width(call)) not in _TILES:
+        return False
+    if call.is_causal and call.query.shape[1] != call.key.shape[1]:
+        return False
+    return suits(call, _width(call)) and passes_check("linear attention", call, _attend)
 
 
 def _attend(call: LinearCall) -> Partial:
-    tensors = call.features.of_query(call.query), call.features.of_key(call.key), call.value  # (BH, N, F or Dv)
+    query, key = call.features.of_query(call.query), call.features.of_key(call.key)  # (BH, N, F)
+    return run(_forward, _backward, call._replace(query=query, key=key))
+
+
+def run(
+    forward: Callable[[LinearCall], tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]], call: LinearCall
+) -> Partial:
+    """Compute a call whose gradients are those of `backward`, with contiguous tensors."""
     mask = None if call.key_mask is None else call.key_mask.expand(len(call.key), -1).contiguous().view(torch.uint8)
-    return Partial(*_LinearAttention.apply(*(x.contiguous() for x in tensors), mask, *call[4:]))  # type: ignore[no-untyped-call]
+    return Partial(*_Kernels.apply(forward, backward, *(x.contiguous() for x in call[:3]), mask, *call[4:]))  # type: ignore[no-untyped-call]
 
 
-class _LinearAttention(torch.autograd.Function):
-    """Output and lse, from contiguous tensors with the numbers that features are computed from."""
+class _Kernels(torch.autograd.Function):
+    """Output and lse. forward(call) returns them with other tensors, and backward(call, *all, *grads) gradients."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, forward: Any, backward: Any, *given: Any) -> tuple[Tensor, Tensor]:
         call = LinearCall(*given)
-        out, lse, state = _forward(call)
-        ctx.save_for_backward(*call[:4], out, lse, state)
+        out, lse, *more = forward(call)
+        ctx.save_for_backward(*call[:4], out, lse, *more)
+        ctx.backward_of_call = backward
         ctx.others = call[4:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse, state = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = _backward(LinearCall(*tensors, *ctx.others), out, lse, state, grad_out, grad_lse)
-        return *grads, *[None] * (1 + len(ctx.others))
+        query, key, value, mask, out, *more = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+        call = LinearCall(query, key, value, mask, *ctx.others)
+        grads = ctx.backward_of_call(call, out, *more, grad_out, grad_lse)
+        return None, None, *grads, *[None] * (1 + len(ctx.others))
 
 
 def _forward(call: LinearCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +132,7 @@ def _backward(
     query, key, value = call[:3]
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     weight = torch.empty_like(lse)
-    given = {**_tensors(call), "lse": lse, "weight": weight, "grad_out": grad_out.contiguous()}
+    given = {**_tensors(call), "lse": lse, "weight": weight, "grad_out": grad_out}
     of_lse = None if grad_lse is None else grad_lse.contiguous()
     more = {"state": state, "out": out, "grad_lse": of_lse, "grad_query": grads[0]}
     _launch("linear_query_gradient", call, query, call.is_reversed, **given, **more)
@@ -145,7 +167,7 @@ def _launch(name: str, call: LinearCall, tokens: Tensor, is_reversed: bool, **te
     length, dim = tokens.shape[1:]
     segment = _segment(call, length)
     segments = -(-length // segment)
-    tile = _TILES[_precision(call.value), _width(call)][_KERNELS.index(name)]
+    tile = _TILES[precision(call.value), _width(call)][_KERNELS.index(name)]
     arguments = {
         **tensors,
         "factor": call.features.factor,
@@ -158,7 +180,7 @@ def _launch(name: str, call: LinearCall, tokens: Tensor, is_reversed: bool, **te
         "IS_CAUSAL": call.is_causal,
         "IS_REVERSED": is_reversed,
         "FEATURES": call.features.name,
-        "PRECISION": _precision(call.value),
+        "PRECISION": precision(call.value),
         "DIM": dim,
         "VALUE_DIM": call.value.shape[2],
         "PADDED": launches.padded(dim),
@@ -186,30 +208,35 @@ def linear_attention_naive(call: LinearCall) -> Partial:
     return Partial(weights @ call.value.double() / total.unsqueeze(2), total.log().masked_fill(empty, -torch.inf))
 
 
-def _check(call: LinearCall, with_backward: bool) -> None:
+def check_attend(call: LinearCall, attend: Callable[[LinearCall], Partial], with_backward: bool) -> None:
     """Compare the kernels that compute a call with the readable form, on a small input."""
-    dims = call.features.num_features, call.features.num_features, call.value.shape[2]
+    features = call.features
+    dims = [x.shape[2] for x in call[:3]]
+    if features.directions is None:  # begin with the numbers of the features
+        dims[:2] = [features.num_features] * 2
+        features = features._replace(of_query=lambda query: query, of_key=lambda key: key)
     tokens = zip(dims, call[:3], (1.0, 2.0, 3.0), strict=True)
-    small = [launches.numbers((2, _CHECKED, dim), x.device, x.dtype, phase) for dim, x, phase in tokens]
-    features = call.features._replace(of_query=lambda query: query, of_key=lambda key: key)
+    leaves = [
+        launches.numbers((2, _CHECKED, dim), x.device, x.dtype, phase).requires_grad_() for dim, x, phase in tokens
+    ]
     mask = None  # (2, N)
     if call.key_mask is not None:
-        mask = (torch.arange(_CHECKED, device=call.value.device) % 7 != 1).repeat(2, 1).view(torch.uint8)
+        mask = (torch.arange(_CHECKED, device=call.value.device) % 7 != 1).repeat(2, 1)
     distance = min(call.distance, _CHECKED // 3)
-    query, key, value = small
+    query, key, value = leaves
     call = LinearCall(query, key, value, mask, features, call.is_causal, distance, call.is_reversed)
-    out, lse, state = _forward(call)
-    query, key, value = leaves = [x.double().requires_grad_() for x in small]
-    expected = linear_attention_naive(call._replace(query=query, key=key, value=value))
-    tolerance = 3e-2 if call.value.dtype == torch.bfloat16 else 4e-3
+    expected = linear_attention_naive(call)
     empty = expected.lse == -torch.inf
-    launches.check_close(out, expected.out, tolerance)
-    launches.check_close(lse.masked_fill(empty, 0.0), expected.lse.masked_fill(empty, 0.0), tolerance)
+    pairs = [*zip(attend(call), expected, strict=True)][: 2 if features.directions is None else 1]
+    found, wanted = zip(
+        *((x if x.ndim == 3 else x.masked_fill(empty, 0.0) for x in pair) for pair in pairs), strict=True
+    )
     if with_backward:
-        grads = [launches.numbers(tuple(x.shape), x.device, x.dtype, 5.0) for x in (out, lse)]
-        wanted = torch.autograd.grad(tuple(expected), leaves, [x.double() for x in grads])
-        for found, x in zip(_backward(call, out, lse, state, *grads), wanted, strict=True):
-            launches.check_close(found, x, tolerance)
+        grads = [launches.numbers(tuple(x.shape), x.device, x.dtype, 5.0) for x in found]
+        found += torch.autograd.grad(found, leaves, grads)
+        wanted += torch.autograd.grad(wanted, leaves, [x.double() for x in grads])
+    for x, y in zip(found, wanted, strict=True):
+        launches.check_close(x, y, 3e-2 if call.value.dtype == torch.bfloat16 else 4e-3)
 
 
 BACKEND = LinearBackend("linear_attention", _applies, _attend)

@@ -6,7 +6,7 @@ from torch import Tensor
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
 from hf_efficient_attn.ops.features.maps import Features
-from hf_efficient_attn.ops.features.sums import Tokens
+from hf_efficient_attn.ops.features.sums import Tokens, by_kernel
 
 
 def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
@@ -15,12 +15,15 @@ def through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.
     The directions attend to the keys, with the log factors of the keys as a bias. The queries attend to the
     directions, whose values are these outputs and whose bias is their lse.
     """
+    found = by_kernel(tokens, features, dropout_p, is_causal=False)
+    if found is not None:
+        return found.out
     query, key, value, key_mask = tokens
-    scale = features.scale
-    assert features.directions is not None
+    scale = features.fused.scale
+    assert features.fused.directions is not None
     acc_dtype = accumulation_dtype(key.dtype)
     query, key, value = (x.to(product_dtype(x)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-    exact = features.directions.to(acc_dtype)  # (F, D)
+    exact = features.fused.directions.to(acc_dtype)  # (F, D)
     directions = exact.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
     bias = torch.linalg.vector_norm(key, dim=3, dtype=acc_dtype).square().unsqueeze(2) * (-0.5 * abs(scale))
     if key_mask is not None:  # (BH, 1, 1, Nk)

@@ -53,17 +53,12 @@ class Features(NamedTuple):
             None for factors of 1.
         of_key: maps keys (..., N, D) and their mask, bool (..., N) or None, to the same. The features of a masked key
             are 0, and the log of its factor is `EMPTY`.
-        directions: (F, D), if the features of a key are exp(<w_f, k> - |scale| |k|^2 / 2) and the features of a query
-            are, up to a factor, exp(sign(scale) <w_f, q>); otherwise None.
-        scale: the scale of these features.
-        fused: the same features for kernels, or None if the kernels do not compute them.
+        fused: the same features for kernels.
     """
 
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     of_key: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    directions: Tensor | None = None
-    scale: float = 1.0
-    fused: FusedFeatures | None = None
+    fused: FusedFeatures
 
 
 def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:
@@ -116,33 +111,45 @@ def learned(feature_map: str, query_map: Tensor, key_map: Tensor, scale: float, 
 def favor(num_features: int, scale: float, head_dim: int, draws: Draws) -> Features:
     """Return positive orthogonal random features of exp(scale q . k).
 
-    With r, the largest w_f . x of a token, its features are exp(w_f . x - r) <= 1, and exp(r - |x|^2/2) is their
-    factor. So the product of two features underflows only if it is smaller than the largest product by the range of
-    float32. The scale is split evenly between queries and keys; queries take its sign.
+    With r, the largest w_f . x of a token, the features of a query are exp(w_f . x - r) <= 1, and exp(r - |x|^2/2) is
+    their factor. That of a key is the next power of two, with which products are exact. So the product of two features
+    underflows only if it is smaller than the largest product by the range of float32. The scale is split evenly between
+    queries and keys; queries take its sign.
     """
     # Kept if the seed is a number, because QR takes longer than short attention: (F, D).
     weight = orthogonal_features(draws, num_features, head_dim) * abs(scale) ** 0.5  # (F, D)
     directions = weight.t() * LOG2_E  # (D, F)
 
-    def features(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
-        dtype = sum_dtype(x)
+    def logs_of(x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute w_f . x (..., N, F), their largest and |x|^2/2 (..., N, 1), all in units of log 2."""
         x = x.to(accumulation_dtype(x.dtype))
         logs = x @ directions.to(x.dtype)  # (..., N, D) @ (D, F) -> (..., N, F)
-        size = logs.detach().amax(-1, keepdim=True)  # (..., N, 1); cancels, so no gradient passes
-        half_norm = x.square().sum(-1) * (0.5 * abs(scale) * LOG2_E)  # (..., N)
-        return logs.sub_(size).exp2_().to(dtype), size.squeeze(-1) - half_norm
+        half_norm = x.square().sum(-1, keepdim=True) * (0.5 * abs(scale) * LOG2_E)
+        return logs, logs.detach().amax(-1, keepdim=True), half_norm
 
     def of_query(query: Tensor) -> tuple[Tensor, Tensor]:
-        phi, log = features(query, directions if scale >= 0 else -directions)
-        return phi, log - math.log2(num_features)
+        logs, size, half_norm = logs_of(query, directions if scale >= 0 else -directions)
+        phi = logs.sub_(size).exp2_().to(sum_dtype(query))  # the size cancels, so no gradient passes
+        return phi, (size - half_norm).squeeze(-1) - math.log2(num_features)
 
     def of_key(key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        phi, log = features(key, directions)
+        logs, size, half_norm = logs_of(key, directions)
+        size = (size - half_norm.detach()).ceil_()
+        phi = logs.sub_(half_norm + size).exp2_().to(sum_dtype(key))
         if key_mask is None:
-            return phi, log
-        return phi * key_mask.unsqueeze(-1), log.masked_fill(~key_mask, EMPTY)
+            return phi, size.squeeze(-1)
+        return phi * key_mask.unsqueeze(-1), size.squeeze(-1).masked_fill(~key_mask, EMPTY)
 
-    return Features(of_query, of_key, weight, scale)
+    fused = FusedFeatures(
+        "favor",
+        num_features,
+        1.0,
+        lambda query: query @ weight.t().to(query.dtype) * math.copysign(1.0, scale),
+        lambda key: key @ weight.t().to(key.dtype) - key.square().sum(-1, keepdim=True) * (0.5 * abs(scale)),
+        weight,
+        scale,
+    )
+    return Features(of_query, of_key, fused)
 
 
 def features_of_maps(

@@ -21,7 +21,7 @@ from hf_efficient_attn.ops.backends import FEATURE_BACKENDS
 from hf_efficient_attn.ops.backends.backend import LinearCall
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.features.maps import EMPTY, Features
-from hf_efficient_attn.ops.index import ceil_div, count_blocks, integers, pad_to_blocks
+from hf_efficient_attn.ops.index import ceil_div, constant, count_blocks, integers, pad_to_blocks
 from hf_efficient_attn.ops.slices import scan_chunks, slice_size, sliced
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
 
@@ -34,16 +34,16 @@ _CHUNK = 128
 _SEGMENT = 512
 # One product adds up the sums of a group of this many blocks.
 _GROUP = 16
-# Columns of ones that are appended to the values. Their sums are the sums of the weights. The number is a multiple of
-# 8, as the kernels for half precision need it.
-_ONES = 8
+# Columns that are appended to the values, with a mean of 1. The mean of their sums is the sum of the weights: sums of
+# different numbers are rounded independently. The number is a multiple of 8, as the kernels for half precision need it.
+_ONES = tuple(1.0 + (i - 3.5) / 16.0 for i in range(8))
 
 
 class FeatureState(NamedTuple):
     """Sums over tokens, relative to 2**log.
 
     Attributes:
-        sums: (..., F, Dv + 8), S and, in the last 8 columns, Z.
+        sums: (..., F, Dv + 8), S and, in the last 8 columns, Z times different numbers.
         log: (...).
     """
 
@@ -88,7 +88,7 @@ def add_to_state(
         norm = (phi.mT @ weight).to(acc_dtype)  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
         value = value * weight
     # (..., F, N) @ (..., N, Dv) -> (..., F, Dv), and 8 columns of norms
-    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm.expand(*norm.shape[:-1], _ONES)), -1)  # (..., F, Dv + 8)
+    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm * _ones(norm)), -1)  # (..., F, Dv + 8)
     own = FeatureState(sums, log)
     return own if state is None else union(state, own)
 
@@ -106,11 +106,11 @@ def query_state(query: Tensor, state: FeatureState, features: Features, dropout_
     return as_partial(values, total, state.log.unsqueeze(-1), log_factor)
 
 
-def _by_kernel(
+def by_kernel(
     tokens: Tokens, features: Features, dropout_p: float, is_causal: bool, distance: int = 0, is_reversed: bool = False
 ) -> Partial | None:
     """Compute `bidirectional` or `causal` by a kernel, or return None if there is none."""
-    if features.fused is None or dropout_p > 0.0 or exporting_to_onnx():
+    if dropout_p > 0.0 or exporting_to_onnx():
         return None
     call = LinearCall(*tokens, features.fused, is_causal, distance, is_reversed)
     return next((backend.attend(call) for backend in FEATURE_BACKENDS if backend.applies(call)), None)
@@ -118,7 +118,7 @@ def _by_kernel(
 
 def bidirectional(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
     """Compute attention of all queries to all keys: (BH, Nq, Dv)."""
-    found = _by_kernel(tokens, features, dropout_p, is_causal=False)
+    found = by_kernel(tokens, features, dropout_p, is_causal=False)
     if found is not None:
         return found.out
     # This passes twice over the tokens of all heads: the temporaries of a segment stay in the caches of a CPU.
@@ -152,7 +152,7 @@ def causal(
     Returns:
         Partial of out (BH, N, Dv) and lse (BH, N).
     """
-    found = None if state is not None else _by_kernel(tokens, features, dropout_p, True, distance, is_reversed)
+    found = None if state is not None else by_kernel(tokens, features, dropout_p, True, distance, is_reversed)
     if found is not None:
         return found
     if is_reversed:
@@ -254,7 +254,8 @@ def _causal_segment(
     phi_q, log_factor = features.of_query(tokens.query)
     phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
     dtype = phi_k.dtype
-    value = pad(tokens.value.to(dtype), (0, _ONES), value=1.0)  # (BH, N, Dv + 8)
+    value = tokens.value.to(dtype)
+    value = torch.cat((value, _ones(value).expand(*value.shape[:2], -1)), 2)  # (BH, N, Dv + 8)
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, S, .)
     factors = None if log_weight is None else _factors(log_weight, size, None if state is None else state.log)
     weighted = value if factors is None else value * factors.of_key.to(dtype)  # (BH * C, S, Dv + 8)
@@ -269,7 +270,10 @@ def _causal_segment(
         if factors is not None:
             pairs = pairs * factors.of_pairs.to(dtype)
             earlier = earlier * factors.of_query.to(dtype)
-        result = torch.baddbmm(earlier, pairs, value)  # (BH * C, S, S) @ (BH * C, S, Dv + 8)
+        if dtype == acc_dtype:
+            result = torch.baddbmm(earlier, pairs, value)  # (BH * C, S, S) @ (BH * C, S, Dv + 8)
+        else:  # without rounding of the sum
+            result = earlier.to(acc_dtype) + torch.bmm(pairs, value)
         return result.view(batch_heads, -1, result.shape[2])[:, :length]
 
     values, total = _apart(all_sums(phi_q))
@@ -297,10 +301,20 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
     return both[0] + (start if factors is None else start[:, :-1]), both[1] + start[:, -1:]
 
 
+def _ones(x: Tensor) -> Tensor:
+    """Return `_ONES` as a tensor (8,) with the dtype and device of x."""
+    return _ones_on(x.dtype, x.device)
+
+
+@constant
+def _ones_on(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(_ONES, dtype=dtype, device=device)
+
+
 def _apart(sums: Tensor) -> tuple[Tensor, Tensor]:
     """Split sums of values (..., Dv) from sums of weights (..., 1). The gradient of `split` is a single copy."""
-    values, totals = sums.split((sums.shape[-1] - _ONES, _ONES), -1)
-    return values, totals[..., :1]
+    values, totals = sums.split((sums.shape[-1] - len(_ONES), len(_ONES)), -1)
+    return values, totals.mean(-1, keepdim=True, dtype=accumulation_dtype(totals.dtype))
 
 
 def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:

@@ -131,7 +131,7 @@ def feature_attention(
     mask = None if key_mask is None else key_mask.repeat_interleave(query.shape[1], 0)  # (BH, Nk)
     tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)  # (BH, N, .)
     features = call.features(query)
-    if not call.is_causal and features.directions is not None:
+    if not call.is_causal and features.fused.directions is not None:
         return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
 
     def some_heads(tokens: Tokens, maps: Maps, before: FeatureState | None) -> Tensor:
