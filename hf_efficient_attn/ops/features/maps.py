@@ -46,19 +46,15 @@ _START = {"hedgehog": (1.5, 1.5), "exp": (2.0, 1.0), "t2r": (1.0, 1.0)}
 
 
 class Features(NamedTuple):
-    """Functions that compute features, in the dtype of products.
+    """Functions that compute features, in the dtype of products."""
 
-    Attributes:
-        of_query: maps queries (..., N, D) to features (..., N, F), and the log to base 2 of their factor (..., N), or
-            None for factors of 1.
-        of_key: maps keys (..., N, D) and their mask, bool (..., N) or None, to the same. The features of a masked key
-            are 0, and the log of its factor is `EMPTY`.
-        fused: the same features for kernels.
-    """
-
+    # Maps queries (..., N, D) to features (..., N, F), and the log to base 2 of their factor (..., N), or None for
+    # factors of 1.
     of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    # Maps keys (..., N, D) and their mask, bool (..., N) or None, to the same. The features of a masked key are 0, and
+    # the log of its factor is `EMPTY`.
     of_key: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-    fused: FusedFeatures
+    fused: FusedFeatures  # the same features for kernels
 
 
 def elu_features(x: Tensor, log_factor: Tensor | float = 0.0) -> Tensor:

@@ -40,15 +40,10 @@ _ONES = tuple(1.0 + (i - 3.5) / 16.0 for i in range(8))
 
 
 class FeatureState(NamedTuple):
-    """Sums over tokens, relative to 2**log.
+    """Sums over tokens, relative to 2**log."""
 
-    Attributes:
-        sums: (..., F, Dv + 8), S and, in the last 8 columns, Z times different numbers.
-        log: (...).
-    """
-
-    sums: Tensor
-    log: Tensor
+    sums: Tensor  # (..., F, Dv + 8), S and, in the last 8 columns, Z times different numbers
+    log: Tensor  # (...)
 
 
 class Tokens(NamedTuple):
@@ -190,23 +185,14 @@ def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:
 
 
 class _Factors(NamedTuple):
-    """Powers of two of differences of log weights for C chunks of S tokens.
+    """Powers of two of differences of log weights for C chunks of S tokens."""
 
-    Attributes:
-        of_key: (BH * C, S, 1), the weights of keys relative to the largest one at the end of their chunk.
-        of_query: (BH * C, S, 1), the factors of the sums before a chunk for each query.
-        of_pairs: (BH * C, S, S), the weights of keys for each query of their chunk, relative to its largest one.
-        of_chunks: (BH, C + 1, C), the factors of the sums of chunk c' in the sums before chunk c.
-        of_start: (BH, C + 1, 1), the factors of the state before the segment in the same sums.
-        largest: (BH, C * S), the largest log weight up to each token.
-    """
-
-    of_key: Tensor
-    of_query: Tensor
-    of_pairs: Tensor
-    of_chunks: Tensor
-    of_start: Tensor
-    largest: Tensor
+    of_key: Tensor  # (BH * C, S, 1), the weights of keys relative to the largest one at the end of their chunk
+    of_query: Tensor  # (BH * C, S, 1), the factors of the sums before a chunk for each query
+    of_pairs: Tensor  # (BH * C, S, S), the weights of keys for each query of their chunk, relative to its largest one
+    of_chunks: Tensor  # (BH, C + 1, C), the factors of the sums of chunk c' in the sums before chunk c
+    of_start: Tensor  # (BH, C + 1, 1), the factors of the state before the segment in the same sums
+    largest: Tensor  # (BH, C * S), the largest log weight up to each token
 
 
 def _largest_so_far(x: Tensor, size: int) -> Tensor:

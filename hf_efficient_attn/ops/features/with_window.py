@@ -53,27 +53,19 @@ Maps = tuple[Tensor | None, Tensor | None]
 
 
 class FeatureCall(NamedTuple):
-    """Options of the forms below.
+    """Options of the forms below."""
 
-    Attributes:
-        of_maps: returns the features of heads for their maps of queries and of keys.
-        maps: the maps (H, D, F) of queries and of keys, or None if the features are not learned. In a tensor of fewer
-            heads each map serves a group of heads.
-        num_features: the number of features that slices are made for.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight of the window or a feature of a query.
-        is_causal: whether a query attends to the keys up to its own position only.
-        window_size: number of keys of the window on each side; 0 for no window.
-        log_weight: c, a tensor (H,) like `maps`, or one number; without effect if there is no window.
-    """
-
+    # Returns the features of heads for their maps of queries and of keys.
     of_maps: Callable[[Tensor | None, Tensor | None], Features]
+    # The maps (H, D, F) of queries and of keys, or None if the features are not learned. In a tensor of fewer heads
+    # each map serves a group of heads.
     maps: Maps
-    num_features: int
-    scale: float
-    dropout_p: float
-    is_causal: bool
-    window_size: int = 0
+    num_features: int  # the number of features that slices are made for
+    scale: float  # factor of the scores
+    dropout_p: float  # probability of dropping a weight of the window or a feature of a query
+    is_causal: bool  # whether a query attends to the keys up to its own position only
+    window_size: int = 0  # number of keys of the window on each side; 0 for no window
+    # C, a tensor (H,) like `maps`, or one number; without effect if there is no window.
     log_weight: Tensor | float = 0.0
 
     def maps_for(self, num_heads: int, batch: int = 1) -> Maps:
@@ -98,21 +90,13 @@ class FeatureCall(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """The state of the recurrence with a window, with W = window_size + 1.
+    """The state of the recurrence with a window, with W = window_size + 1."""
 
-    Attributes:
-        sums: (B, H, F, Dv + 8), the sums over all tokens but the last W, as in `FeatureState`.
-        log: (B, H), as in `FeatureState`.
-        key: (B, H, W, D), the last W keys. Zeros come before the first token.
-        value: (B, H, W, Dv), the last W values.
-        valid: (B, H, W), 1 for valid tokens, 0 for masked tokens and for entries before the first token.
-    """
-
-    sums: Tensor
-    log: Tensor
-    key: Tensor
-    value: Tensor
-    valid: Tensor
+    sums: Tensor  # (B, H, F, Dv + 8), the sums over all tokens but the last W, as in `FeatureState`
+    log: Tensor  # (B, H), as in `FeatureState`
+    key: Tensor  # (B, H, W, D), the last W keys. Zeros come before the first token.
+    value: Tensor  # (B, H, W, Dv), the last W values
+    valid: Tensor  # (B, H, W), 1 for valid tokens, 0 for masked tokens and for entries before the first token
 
 
 State: TypeAlias = FeatureState | WindowState
