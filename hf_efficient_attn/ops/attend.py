@@ -28,6 +28,7 @@ from hf_efficient_attn.ops.backends.backend import (
     Partial,
     safe_row_max,
 )
+from hf_efficient_attn.ops.backends.devices import runs_block_kernels
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
 __all__ = [
@@ -151,7 +152,7 @@ def block_attention(
         caller computes the same by `attend`.
     """
     call = BlockCall(query, key, value, keys, float(scale), dropout_p)
-    for backend in BLOCK_BACKENDS:
+    for backend in BLOCK_BACKENDS if runs_block_kernels(query.device) else ():
         if backend.applies(call):
             return Partial(*_BlockAttention.apply(backend, keys.log_weight, *call))  # type: ignore[no-untyped-call]
     return None
@@ -188,4 +189,4 @@ class _BlockAttention(torch.autograd.Function):
 def takes_blocks(query: Tensor, key: Tensor, value: Tensor, keys: BlockKeys, dropout_p: float) -> bool:
     """Whether `block_attention` computes a call, and so holds nothing large besides its results."""
     call = BlockCall(query, key, value, keys, 1.0, dropout_p)
-    return any(backend.applies(call) for backend in BLOCK_BACKENDS)
+    return runs_block_kernels(query.device) and any(backend.applies(call) for backend in BLOCK_BACKENDS)

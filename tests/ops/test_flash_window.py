@@ -59,6 +59,7 @@ def flash_window_by_products(monkeypatch):
     monkeypatch.setattr(flash_window, "_KERNEL", kernel)
     monkeypatch.setattr(flash_window, "_KERNEL_BACKWARD", backward)
     monkeypatch.setattr(flash, "applies", lambda call: call.dropout_p == 0.0)
+    monkeypatch.setattr(attend_module, "runs_block_kernels", lambda device: True)
     return calls
 
 
@@ -137,6 +138,7 @@ def test_longformer_by_block_attention(num_global, side, is_causal, monkeypatch)
     call = {"attention_mask": None if side is None else padding_mask(side, 2, 80), "is_causal": is_causal}
     expected = hea.attention(config, *given, **call)
     monkeypatch.setattr(attend_module, "BLOCK_BACKENDS", (backend,))
+    monkeypatch.setattr(attend_module, "runs_block_kernels", lambda device: True)
     close(hea.attention(config, *given, **call), expected, 1e-5)
     assert len(calls) == 1
 

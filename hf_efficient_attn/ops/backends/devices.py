@@ -77,6 +77,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
+def runs_block_kernels(device: torch.device) -> bool:
+    """Whether a backend of block attention may take a device. On a CPU no call has to ask them."""
+    return device.type != "cpu"
+
+
 def adds_by_index(device: torch.device) -> bool:
     """Whether sums of clusters take less time by index than by products: on an accelerator atomic additions wait."""
     return device.type == "cpu"
