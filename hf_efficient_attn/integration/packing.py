@@ -99,16 +99,20 @@ def _reads_positions(module: str) -> bool:
         return False
     found = []
     for function in (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)):
-        calls = [x for x in ast.walk(function) if isinstance(x, ast.Call) and "causal_mask" in _name(x.func)]
-        names = {x.value for x in ast.walk(function) if isinstance(x, ast.Constant)}
-        for call in (x for x in calls if _name(x.func).startswith("create_")):
-            words = [x.arg for x in call.keywords]  # None for **
-            found.append("position_ids" in words or (None in words and "position_ids" in names))
+        makers = {x.id for x in ast.walk(function) if isinstance(x, ast.Name) and _makes_mask(x.id)}
+        for assigned in (x for x in ast.walk(function) if isinstance(x, ast.Assign)):  # one of them by another name
+            if any(isinstance(x, ast.Name) and _makes_mask(x.id) for x in ast.walk(assigned.value)):
+                makers |= {x.id for x in assigned.targets if isinstance(x, ast.Name)}
+        constants = {x.value for x in ast.walk(function) if isinstance(x, ast.Constant)}
+        for call in (x for x in ast.walk(function) if isinstance(x, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in makers:
+                words = [x.arg for x in call.keywords]  # None for **
+                found.append("position_ids" in words or (None in words and "position_ids" in constants))
     return bool(found) and all(found)
 
 
-def _name(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+def _makes_mask(name: str) -> bool:
+    return name.startswith("create_") and "causal_mask" in name
 
 
 class Texts(NamedTuple):

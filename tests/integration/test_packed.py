@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import hf_efficient_attn as hea
 from each import close, few_methods, refuses
+from helpers.model_types import sizes
 from hf_efficient_attn.integration.packing import texts_of
 from tiny_models import DECODERS, SMALL, tiny_batch, tiny_config, tiny_model
 
@@ -104,6 +105,15 @@ def test_models_whose_masks_do_not_know_the_positions(family):
     for call in calls:
         refuses("packed sequences", call)
     hea.convert(model, "sdpa")(**batch)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "starcoder2", "qwen2", "olmo2"])
+def test_code_that_hands_positions_to_the_mask(kind):
+    """Some choose the function that makes the mask before they call it."""
+    config_class = transformers.CONFIG_MAPPING[kind]
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes(config_class))).eval()
+    hea.convert(model, "longformer", window_size=6)
+    close(model(**collated()).logits, alone(model), 1e-4)
 
 
 def test_measuring_refuses_packed_rows():
