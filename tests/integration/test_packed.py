@@ -29,15 +29,11 @@ def alone(model) -> torch.Tensor:
     return torch.cat([model(torch.tensor([x["input_ids"]]), use_cache=False).logits for x in TEXTS], 1)
 
 
-def is_causal(method: str) -> bool:
-    return hea.method_info(method).causal
-
-
 @few_methods
 @pytest.mark.parametrize("layers", [None, [1]], ids=str)
 @pytest.mark.parametrize("family", DECODERS)
 def test_each_text_is_attended_to_by_itself(family, layers, method):
-    if not is_causal(method):
+    if not hea.method_info(method).causal:
         pytest.skip("no causal form")
     model = hea.convert(tiny_model(family, head=True), method, layers=layers, **SMALL[method])
     results = []
@@ -62,13 +58,12 @@ def test_what_says_where_texts_begin(family):
     for options in ({"return_flash_attn_kwargs": True}, {"return_seq_idx": True}):
         close(model(**collated(**options)).logits, expected, 1e-4)
         refuses("give it position_ids", model, **collated(return_position_ids=False, **options))
-    other = {**collated(return_flash_attn_kwargs=True), "position_ids": torch.arange(len(batch["input_ids"][0]))[None]}
+    other = {**collated(return_flash_attn_kwargs=True), "position_ids": torch.arange(sum(LENGTHS))[None]}
     refuses("in other places", model, **other)
     refuses("use_cache=False", model, **batch, use_cache=True)
     refuses("leave the attention_mask out", model, **other, attention_mask=torch.ones_like(batch["input_ids"]))
     # Another row has texts of other lengths.
-    length = batch["input_ids"].shape[1]
-    positions = torch.cat((batch["position_ids"], torch.arange(length)[None] % 40))
+    positions = torch.cat((batch["position_ids"], torch.arange(sum(LENGTHS))[None] % 40))
     ids = batch["input_ids"].expand(2, -1)
     second = torch.cat([model(x, use_cache=False).logits for x in ids[:1].split(40, 1)], 1)
     close(model(ids, position_ids=positions).logits, torch.cat((expected, second)), 1e-4)
@@ -154,14 +149,13 @@ def test_positions_of_one_text(family, padding):
         model.generate(**batch, max_new_tokens=4, do_sample=False)
 
 
-@pytest.mark.parametrize("use_cache", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_packed_rows_in_a_compiled_model(use_cache):
+def test_packed_rows_in_a_compiled_model():
     """The values are not known while the graph is traced, so the check is part of the graph."""
     torch.compiler.reset()
     model, ids = tiny_model("llama", "linear"), tiny_batch("llama")["input_ids"]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     plain, packed = torch.arange(70)[None], torch.cat((torch.arange(30), torch.arange(40)))[None]
     with torch.no_grad():
-        compiled(ids, position_ids=plain, use_cache=use_cache)
+        compiled(ids, position_ids=plain)
         with pytest.raises(RuntimeError, match="packed sequences"):
-            compiled(ids, position_ids=packed, use_cache=use_cache)
+            compiled(ids, position_ids=packed)
