@@ -48,23 +48,22 @@ def are_packed(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
             f"{what}and nothing but the positions tells the texts apart in this model: give it position_ids (batch, "
             "tokens) that begin again with each text, as DataCollatorWithFlattening makes them"
         )
-    begins = ids.diff(dim=1) != 1  # (B, N - 1)
-    hint = (
-        f"which would attend to each other: {_PAD}, or use attn_implementation='flash_attention_2'. If they are not "
-        "packed, and the positions begin again because the model has too few: give an attention_mask of ones"
+    steps = ids.diff(dim=1)  # (B, N - 1)
+    message = (
+        f"{what}which would attend to each other: {_PAD}, or use attn_implementation='flash_attention_2'. If they are "
+        "not packed, and the positions begin again because the model has too few: give an attention_mask of ones"
     )
-    if is_tracing(begins):
-        torch._assert_async(~(ids.diff(dim=1) < 0).any(), what + hint)
+    if is_tracing(steps):
+        refuse_where((steps < 0).any(), message)
         return False
-    if argument is not None and not _agree(argument, given[argument], unwrapped(begins)):
+    if argument is not None and not _agree(argument, given[argument], unwrapped(steps) != 1):
         raise UnsupportedAttentionError(f"{what}but in other places than those where position_ids begin again")
-    if not bool(unwrapped(begins).any()):
+    if not bool((unwrapped(steps) <= 0).any()):  # positions that skip tokens do not begin again
         return False
     if not any(_reads_positions(type(x).__module__) for x in model.modules() if isinstance(x, PreTrainedModel)):
-        # Positions may skip some tokens.
-        refuse_where((ids.diff(dim=1) < 0).any(), what + hint)
+        refuse_where((steps < 0).any(), message)  # in encoders positions may be equal
         return False
-    if given.get("use_cache") or given.get("past_key_values") is not None:
+    if given.get("use_cache") or given.get("past_key_values", given.get("cache")) is not None:
         raise UnsupportedAttentionError(f"{what}and a key-value cache would hold them as one text: use_cache=False")
     return True
 

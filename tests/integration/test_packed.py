@@ -115,9 +115,8 @@ def test_measuring_refuses_packed_rows():
 
 def test_training_with_the_collator(tmp_path):
     model = hea.convert(tiny_model("llama", head=True), "linear")
-    options = transformers.TrainingArguments(
-        tmp_path, max_steps=2, per_device_train_batch_size=3, gradient_checkpointing=True, report_to="none"
-    )
+    more = {"per_device_train_batch_size": 3, "gradient_checkpointing": True, "report_to": "none"}
+    options = transformers.TrainingArguments(tmp_path, max_steps=2, **more)
     trainer = transformers.Trainer(
         model, options, train_dataset=TEXTS, data_collator=transformers.DataCollatorWithFlattening()
     )
@@ -140,9 +139,10 @@ def test_positions_of_one_text(family, padding):
     model, batch = tiny_model(family, "linear", head=True), tiny_batch(family, padding=padding)
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     counted = mask.cumsum(1) - 1
-    for positions in (counted.masked_fill(mask == 0, 0), counted.masked_fill(mask == 0, 1), torch.arange(5, 75)[None]):
+    for positions in (*(counted.masked_fill(mask == 0, x) for x in (0, 1)), torch.arange(70)[None] * 3 // 2):
         for cache in ({"use_cache": True}, {"use_cache": False}, {}):
-            model(**batch, position_ids=positions, **cache)
+            out = model(**batch, position_ids=positions, **cache)
+            assert (out.past_key_values is None) == (cache == {"use_cache": False})
     if padding != "right":
         model.generate(**batch, max_new_tokens=4, do_sample=False)
 
