@@ -172,6 +172,8 @@ class _Capture:
         location, config = self.known[module]
         read = read_call("measuring attention", module, location, key, attention_mask, kwargs)
         refuse_begins("measuring attention", read.begins)
+        if read.filled is not None:
+            raise UnsupportedAttentionError("measuring attention: a static cache has empty places: leave the cache out")
         is_cross = not read.is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)

@@ -6,6 +6,7 @@ Transformers names another one in its call. Everything else passes to no effect,
 arguments of a loss (`_LOSS_WORDS`) and inputs that the model has used already (`_INPUTS`).
 """
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -149,22 +150,24 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         cached = _computing_cache_layer(name, method, call, key)
         if cached is None and shards is None:
             check_length_of_mask(name, call.location.name, call.key_mask, key)
-        if method is not None:
-            if call.is_causal and not method.causal:  # a switch could not see this, or has not seen it
-                why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
-                refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
-            keys = (key.shape[2], call.key_mask) if shards is None else (shards.total, shards.key_mask)
-            settings.warn_beyond_calibration(settings.settings_of(getattr(module, "config", None), name), *keys)
+        if method is not None and call.is_causal and not method.causal:  # a switch could not or did not see this
+            why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
+            refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
         options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
+        stored = settings.settings_of(getattr(module, "config", None), name)
+        warn = functools.partial(settings.warn_beyond_calibration, stored)
 
         def compute(tensors: packing.QueryKeyValue, key_mask: Tensor | None) -> Tensor:
             if method is None:
                 given = {**options, "distance_bias": call.distance_bias, "window": call.window}
                 return exact_layer(*tensors, key_mask, **given)
+            warn(tensors[1].shape[2], key_mask)
             return _attend_by_method(name, module, method, call._replace(key_mask=key_mask), tensors, cached)
 
         if shards is not None:
             packing.refuse_begins("sequence parallelism", call.begins)
+            if method is not None:
+                warn(shards.total, shards.key_mask)
             parameters = {} if method is None else required_tensors(module, method, call.location.name)
             out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
         elif call.begins is not None:

@@ -1,4 +1,7 @@
-"""Linear attention by Triton kernels, on a GPU or in Triton's interpreter: against float64, and in the methods."""
+"""Linear attention and random features by Triton kernels, on a GPU or in Triton's interpreter.
+
+They are compared with float64, and in the methods with plain operators.
+"""
 
 import importlib.util
 
@@ -6,8 +9,9 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.ops.backends import launches, linear_attention
+from hf_efficient_attn.ops.backends import launches, linear_attention, random_features
 from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
+from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import maps
 from instances import inputs, numbers
 from recipes.common.kernel_costs import COSTS
@@ -39,12 +43,28 @@ def same(x):
     return x
 
 
+def tensors_of(heads, q_len, kv_len, dim, value_dim, dtype):
+    sizes = ((q_len, dim), (kv_len, dim), (kv_len, value_dim))
+    return (numbers(heads, *size, seed=i).to(DEVICE, dtype) for i, size in enumerate(sizes))
+
+
+def in_float64(call):
+    """The call with copies of its tensors, with 0 for NaN."""
+    clean = [x.detach().double().nan_to_num(0.0).requires_grad_() for x in call[:3]]
+    return LinearCall(*clean, *call[3:])
+
+
+def agree(found, expected, tolerance, *names):
+    for x, y, name in zip(found, expected, names, strict=False):
+        size = y.abs().amax().clamp(min=1.0)
+        assert ((x.double() - y).abs().amax() / size).item() < tolerance, name
+
+
 def make(
     q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, causal=False, name="elu", factor=1.0, **how
 ):
     """A call whose tensors have gradients, and whose masked keys and values are NaN."""
-    sizes = ((q_len, dim), (kv_len, dim), (kv_len, value_dim))
-    query, key, value = (numbers(3, *size, seed=i).to(DEVICE, dtype) for i, size in enumerate(sizes))
+    query, key, value = tensors_of(3, q_len, kv_len, dim, value_dim, dtype)
     if name == "elu":
         query[:, ::7] -= 60.0  # features of whole queries would underflow
     mask = None
@@ -66,13 +86,10 @@ def results(call, attend):
 
 
 def check(call, tolerance):
-    clean = [x.detach().double().nan_to_num(0.0).requires_grad_() for x in call[:3]]
-    expected = results(LinearCall(*clean, *call[3:]), linear_attention.linear_attention_naive)
+    expected = results(in_float64(call), linear_attention.linear_attention_naive)
     found = results(call, linear_attention.BACKEND.attend)
     assert torch.equal(found[-1], expected[-1])
-    for x, y, name in zip(found, expected, ("out", "lse", "query", "key", "value"), strict=False):
-        size = y.abs().amax().clamp(min=1.0)
-        assert ((x.double() - y).abs().amax() / size).item() < tolerance, name
+    agree(found, expected, tolerance, "out", "lse", "query", "key", "value")
 
 
 FORMS = [{}, {"masked": True, "factor": 1.7}, {"causal": True}, {"causal": True, "masked": True, "factor": 0.6}]
@@ -127,6 +144,7 @@ METHODS = [
     ("linear", {}, False), ("linear", {"scale": 0.5}, True), ("linear", {"window_size": 30}, False),
     ("linear", {"window_size": 30}, True), ("linear", {"feature_map": "exp", "num_features": 6}, True),
     ("flurka_linear", {}, False), ("linear", {"feature_map": "t2r", "window_size": 20}, False),
+    ("performer", {}, False), ("flurka_performer", {}, False),
 ]  # fmt: skip
 
 
@@ -144,13 +162,14 @@ def test_methods_with_and_without_kernels(kernels, monkeypatch, method, options,
         ]
         found.append((out, *torch.autograd.grad(out, tensors, numbers(*out.shape).to(out))))
         monkeypatch.setattr(launches, "takes", lambda *tensors: False)
-    assert len({x.name for x in kernels if x.name.startswith("linear_")}) == 4
+    first, count = ("direction_", 3) if "performer" in method else ("linear_", 4)
+    assert len({x.name for x in kernels if x.name.startswith(first)}) == count
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
-@pytest.mark.parametrize("form", [{"masked": False}, {"causal": True, "masked": False}])
+@pytest.mark.parametrize("form", [{}, {"causal": True}, None])
 def test_costs_are_what_the_kernels_move(kernels, monkeypatch, form):
     from triton.runtime.interpreter import InterpreterBuilder
 
@@ -167,7 +186,11 @@ def test_costs_are_what_the_kernels_move(kernels, monkeypatch, form):
     for name, position in (("load", 0), ("store", 1)):
         function = getattr(InterpreterBuilder, f"create_masked_{name}")
         monkeypatch.setattr(InterpreterBuilder, f"create_masked_{name}", counted(function, position))
-    results(make(300, 300, 30, 17, torch.bfloat16, **form), linear_attention.BACKEND.attend)
+    sizes = (300, 300, 30, 17, torch.bfloat16)
+    if form is None:
+        results_of_directions(make_directions(*sizes), lambda call: random_features.BACKEND.attend(call).out)
+    else:
+        results(make(*sizes, **form), linear_attention.BACKEND.attend)
     assert moved == sum(COSTS[x.name](x).moved for x in kernels)
 
 
@@ -175,3 +198,98 @@ def test_the_check_on_first_use(kernels):
     for causal in (False, True):
         call = make(9, 9, 16, 16, causal=causal)
         linear_attention.check_attend(call, linear_attention.BACKEND.attend, with_backward=True)
+
+
+# Random features
+
+
+def make_directions(q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, count=70, scale=0.25):
+    """A call whose tensors have gradients. Masked keys and values are NaN, and all keys of a head are masked."""
+    query, key, value = tensors_of(2, q_len, kv_len, dim, value_dim, dtype)
+    mask = None
+    if masked:
+        mask = (numbers(2, kv_len, seed=5) > -0.5).to(DEVICE)
+        mask[0, : kv_len // 2] = False
+        mask[1] = False
+        key, value = (x.masked_fill(~mask.unsqueeze(2), torch.nan) for x in (key, value))
+    features = maps.favor(count, scale, dim, Draws(3, torch.device(DEVICE))).fused
+    return LinearCall(*(x.requires_grad_() for x in (query, key, value)), mask, features, is_causal=False)
+
+
+def directions_naive(call):
+    """The output in float64: the directions attend to the keys, and the queries to the directions."""
+    scale, directions = call.features.scale, call.features.directions.double()
+    query, key, value = (x.double() for x in call[:3])
+    log = directions @ key.mT - 0.5 * abs(scale) * key.square().sum(2).unsqueeze(1)  # (BH, F, Nk)
+    if call.key_mask is not None:
+        log = log.masked_fill(~call.key_mask.unsqueeze(1), -1e30)
+    logs = query @ directions.T * (1.0 if scale > 0 else -1.0) + log.logsumexp(2).unsqueeze(1)  # (BH, Nq, F)
+    out = logs.softmax(2) @ (log.softmax(2) @ value)
+    return out if call.key_mask is None else out * call.key_mask.any(1).view(-1, 1, 1)
+
+
+def results_of_directions(call, attend):
+    out = attend(call)
+    return out, *torch.autograd.grad(out, call[:3], numbers(*out.shape, seed=7).to(out))
+
+
+def check_directions(call, tolerance):
+    assert random_features.BACKEND.applies(call)
+    expected = results_of_directions(in_float64(call), directions_naive)
+    found = results_of_directions(call, lambda call: random_features.BACKEND.attend(call).out)
+    agree(found, expected, tolerance, "out", "query", "key", "value")
+
+
+@pytest.mark.parametrize("form", [{}, {"masked": True}, {"scale": -0.3, "masked": True}])
+def test_output_and_gradients_of_directions(kernels, form):
+    check_directions(make_directions(130, 300, 30, 17, **form), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_of_directions(kernels, dtype):
+    check_directions(make_directions(130, 300, 64, 64, dtype, masked=True, scale=0.125, count=64), HALF[dtype])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (40, 64, 128, 100), (65, 20, 30, 128)])
+def test_sizes_of_directions(kernels, sizes):
+    check_directions(make_directions(*sizes, torch.bfloat16), HALF[torch.bfloat16])
+
+
+def test_directions_are_not_rounded(kernels):
+    """Rounded once, the directions would change the output by more than the products do."""
+    features = maps.favor(128, 0.125, 64, Draws(3, torch.device(DEVICE))).fused
+    tensors = (numbers(2, 200, 64, seed=i).to(DEVICE, torch.float16) for i in range(3))
+    call = LinearCall(*tensors, None, features, is_causal=False)
+    expected = directions_naive(call)
+    errors = []
+    for directions in (features.directions, features.directions.half().double()):
+        changed = call._replace(features=features._replace(directions=directions))
+        out = random_features.BACKEND.attend(changed).out
+        errors.append(((out - expected).norm() / expected.norm()).item())
+    assert errors[0] < 4e-4 < errors[1]
+
+
+@pytest.mark.parametrize("size", [60.0, -60.0])
+def test_logs_beyond_the_range_of_float32(kernels, size):
+    """Keys and queries whose features would overflow, or underflow for all keys."""
+    call = make_directions(40, 50, 16, 16, scale=1.0)
+    with torch.no_grad():
+        call.key.mul_(abs(size))
+        call.query.mul_(size)
+    check_directions(call, 1e-3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_check_on_first_use_of_directions(kernels, masked):
+    call = make_directions(9, 9, 16, 16, masked=masked)
+    linear_attention.check_attend(call, random_features.BACKEND.attend, with_backward=True)
+
+
+def test_calls_that_the_kernels_leave_to_others_of_directions(kernels, monkeypatch):
+    call = make_directions(9, 9, 16, 16)
+    assert random_features.BACKEND.applies(call)
+    assert not random_features.BACKEND.applies(call._replace(is_causal=True))
+    assert not random_features.BACKEND.applies(make_directions(9, 9, 129, 16))
+    monkeypatch.undo()
+    monkeypatch.setenv("HEA_KERNELS", "plain")
+    assert not random_features.BACKEND.applies(call)

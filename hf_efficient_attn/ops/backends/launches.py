@@ -34,25 +34,16 @@ class Tile(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of a Triton kernel.
+    """A launch of a Triton kernel."""
 
-    Attributes:
-        name: the name of the kernel in its module.
-        module: imports and returns the module of the kernel.
-        grid: the number of programs.
-        arguments: contiguous tensors, numbers, and None for a tensor that is not given, by the names of the parameters.
-        constants: the parameters that the kernel is compiled for.
-        num_warps: warps of a program.
-        num_stages: stages of the pipeline of its loops.
-    """
-
-    name: str
-    module: Callable[[], ModuleType]
-    grid: int
+    name: str  # the name of the kernel in its module
+    module: Callable[[], ModuleType]  # imports and returns the module of the kernel
+    grid: int  # the number of programs
+    # Contiguous tensors, numbers, and None for a tensor that is not given, by the names of the parameters.
     arguments: Mapping[str, Tensor | float | None]
-    constants: Mapping[str, Any]
-    num_warps: int
-    num_stages: int
+    constants: Mapping[str, Any]  # the parameters that the kernel is compiled for
+    num_warps: int  # warps of a program
+    num_stages: int  # stages of the pipeline of its loops
 
 
 def launch(call: Launch) -> None:
