@@ -6,7 +6,9 @@ with the largest scores. On activations of BERT (MiniLM) with 512 tokens and 128
 recipes.benchmarks.error`).
 
 `hf_efficient_attn.ops.nearfar.causal` describes the causal form, in which no choice, mean or fit depends on later
-tokens. It divides the whole budget, block_size + num_samples, in another way, and has no probes.
+tokens. It takes the budget, block_size + num_samples, as a whole. Up to so many keys it is exact. Beyond them a query
+attends to one to two blocks of half the budget, to landmarks, of which it sees more the longer the sequence is, and to
+clusters of an eighth of the budget that it chooses. All other hyperparameters are of the bidirectional form.
 """
 
 import dataclasses
@@ -23,12 +25,8 @@ from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar.biased import biased_nearfar_attention, biased_nearfar_naive
 from hf_efficient_attn.ops.nearfar.bidirectional import nearfar_attention, nearfar_naive
-from hf_efficient_attn.ops.nearfar.causal import (
-    CausalNearFarOptions,
-    causal_nearfar_attention,
-    causal_nearfar_naive,
-    split_columns,
-)
+from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive
+from hf_efficient_attn.ops.nearfar.chunks import split_columns
 from hf_efficient_attn.ops.nearfar.landmarks import NearFarOptions
 
 # The default of `near_share`, all heads, and none.
@@ -55,23 +53,18 @@ class NearFarConfig(MethodConfig):
 
     block_size: int = option(160, "Keys that a group of queries attends to exactly.", minimum=0)
     num_samples: int = option(96, "Landmarks that stand for all keys.", minimum=1)
-    num_groups: int = option(
-        128, "Groups of queries, rounded down to a power of two. In the causal form at most 128.", minimum=1
-    )
+    num_groups: int = option(128, "Groups of queries, rounded down to a power of two.", minimum=1)
     num_candidates: int = option(
         2048,
-        "Evenly spaced keys from which landmarks are made, at least as many as landmarks. In the causal form at most "
-        "2048.",
+        "Evenly spaced keys from which landmarks are made, at least as many as landmarks.",
         minimum=1,
     )
     num_refinements: int = option(1, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
-    num_probes: int = option(
-        192, "Queries whose exact rows correct the output. 0, and in the causal form: none.", minimum=0
-    )
+    num_probes: int = option(192, "Queries whose exact rows correct the output.", minimum=0)
     near_share: float = option(
         _SHARES[0],
         "A head has near keys if landmarks alone miss more than this share of its output, measured on a few queries. "
-        "0: all heads; 1: no head. In the causal form all heads have near keys.",
+        "0: all heads; 1: no head.",
         minimum=0,
     )
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
@@ -82,9 +75,11 @@ class NearFarConfig(MethodConfig):
         return self.block_size + self.num_samples
 
     def check_causal(self) -> None:
-        """The causal form has no probes, and near keys in all heads."""
-        for name, value in (("num_probes", self.num_probes), ("near_share", self.near_share)):
-            if value not in (0, getattr(NearFarConfig(), name)):
+        """The causal form has the budget as its only hyperparameter."""
+        usual = NearFarConfig(), self.with_budget(self.exact_length), NearFarConfig().with_budget(self.exact_length)
+        for name in ("num_groups", "num_candidates", "num_refinements", "num_probes", "near_share"):
+            value = getattr(self, name)
+            if value != 0 and value not in [getattr(config, name) for config in usual]:
                 refuse(
                     f"{name}={value!r} has no effect in the causal form: leave it at its default, or give the layers "
                     "of a decoder hyperparameters of their own",
@@ -116,17 +111,6 @@ def _nearfar_options(config: NearFarConfig, options: AttentionOptions, draws: Dr
     return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
 
 
-def _causal_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> CausalNearFarOptions:
-    chosen = split_columns(config.exact_length, options.scale, draws, options.dropout_p)
-    most = chosen.of_prefix
-    of_prefix = most._replace(
-        num_groups=min(config.num_groups, most.num_groups),
-        num_candidates=max(most.num_samples, min(config.num_candidates, most.num_candidates)),
-        num_refinements=config.num_refinements,
-    )
-    return chosen._replace(of_prefix=of_prefix)
-
-
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     draws = Draws(options.seed, query.device)
@@ -134,7 +118,8 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
         form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
         form = functools.partial(form, options=_nearfar_options(config, options, draws))
         return without_padding(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
-    form = functools.partial(causal_nearfar_attention, options=_causal_options(config, options, draws))
+    chosen = split_columns(config.exact_length, options.scale, options.dropout_p)
+    form = functools.partial(causal_nearfar_attention, options=chosen)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)  # (B, H, N, Dv)
 
 
@@ -144,7 +129,7 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     draws = Draws(options.seed, query.device)
     chosen = _nearfar_options(config, options, draws)
     if options.is_causal:
-        form = functools.partial(causal_nearfar_naive, options=_causal_options(config, options, draws))
+        form = functools.partial(causal_nearfar_naive, options=split_columns(config.exact_length, scale))
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:  # (BH, N, .)

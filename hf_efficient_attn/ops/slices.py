@@ -37,6 +37,14 @@ def scan_chunks(device: torch.device) -> int:
     return _CPU_CHUNKS if device.type == "cpu" else _ACCELERATOR_CHUNKS
 
 
+def spans_together(numel: int, device: torch.device) -> int:
+    """Return how many spans of queries to process at a time if the largest temporary of each has `numel` numbers.
+
+    Each span sees more of the past. On a CPU one at a time takes the least work.
+    """
+    return 1 if device.type == "cpu" else slice_size(numel, device)
+
+
 def selects_heads(device: torch.device) -> bool:
     """Whether to find the heads that need a computation. On an accelerator this would wait, and all heads need less."""
     return device.type == "cpu"

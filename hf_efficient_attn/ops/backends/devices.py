@@ -105,6 +105,11 @@ def may_hold(condition: Tensor) -> bool:
     return condition.device.type != "cpu" or bool(condition.any())
 
 
+def at_most(number: Tensor, bound: int) -> int:
+    """Return the number in a tensor, or, on an accelerator, which the call would wait for, a bound of it."""
+    return int(number) if number.device.type == "cpu" else bound
+
+
 def index_of_max(scores: Tensor) -> Tensor:
     """Return the index of the largest number of each row: (..., n) -> int64 (...). It overwrites the scores.
 

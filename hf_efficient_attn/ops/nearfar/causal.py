@@ -1,108 +1,55 @@
 """Near keys exactly, and landmarks for all other keys: the strictly causal form of `nearfar`.
 
-The positions after the first `num_exact` are cut into epochs, whose lengths grow with the position. The prefix of an
-epoch is all keys up to one block before its start. The prefix alone determines the center of the keys, the landmarks,
-and groups of similar queries, which all queries of the epoch use. So no choice depends on later tokens, and the output
-does not even depend on the length of the sequence. A query attends to
+A query attends to
 
 - its own block and the block before it, exactly;
-- the near keys exactly: the keys with the largest scores for the group of queries that is most similar to the query.
-  They are found again a few times in an epoch, among all keys before the last two blocks. The queries of a group are
-  cut into blocks, in their order. All queries of a block have the near keys that its first query knows;
-- all other keys through landmarks. As in the bidirectional form (`hf_efficient_attn.ops.nearfar.bidirectional`), the
-  nearest landmark represents a key, and what landmarks count for near keys is subtracted. Each block adds its own keys
-  to the sums of the landmarks.
+- the keys before them through clusters of the keys of finished chunks (`hf_efficient_attn.ops.nearfar.chunks`), to at
+  most three chunks of each level. A landmark stands for a cluster;
+- exactly, in place of their landmarks, to clusters that it chooses on its own: those whose landmarks may miss most.
+  What a landmark may miss is its weight times a margin, which grows with the spread of the scores in the cluster. A
+  cluster is chosen if this is more than 1 / `_MOST` of the sum over all clusters, so that fewer than `_MOST` are
+  chosen, and more than `_LEAST` of all that the query attends to.
+
+Pairs of a query and a cluster that it has chosen are sorted by cluster, and computed for the queries of a cluster
+together. Nothing depends on later tokens, on other queries, or on the length of the sequence.
 """
 
 import itertools
-import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout, embedding_bag, pad
 
-from hf_efficient_attn.ops.attend import Partial, attend, merge
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype
-from hf_efficient_attn.ops.clusters import even_positions, nearest
-from hf_efficient_attn.ops.draws import Draws
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
-from hf_efficient_attn.ops.index import ceil_div, constant, integers, inverse, pad_to_blocks, take
-from hf_efficient_attn.ops.nearfar.groups import (
-    LEAST_SHARE,
-    CountedKeys,
-    Groups,
-    directions,
-    group_queries,
-    near_attention,
-    replace_counted,
-)
-from hf_efficient_attn.ops.nearfar.landmarks import (
-    NearFarOptions,
-    choose_landmarks,
+from hf_efficient_attn.ops.attend import Partial, attend, merge, safe_row_max
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most
+from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.index import constant, integers, pad_to_blocks, take
+from hf_efficient_attn.ops.nearfar.chunks import (
+    BASE,
+    CausalNearFarOptions,
+    Clusters,
+    Level,
+    cluster_index,
     landmarks_naive,
-    means_and_logs,
-    represent,
-    scores_naive,
+    levels_of,
+    make_clusters,
 )
-from hf_efficient_attn.ops.slices import slice_size, sliced
+from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 
-# The numbers of evenly spaced keys of the prefix that landmarks are made from, and of queries that groups are made
-# from.
-_CANDIDATES = 2048
-_QUERIES = 512
-# Near keys are found again when the position has grown by 1 / `_REFRESH`. A block has `_BLOCK_Q` queries of one group.
-# An epoch has half as many groups as it has full blocks, but at least `_FEW_GROUPS` and at most `_GROUPS`.
-_REFRESH = 8
-_BLOCK_Q = 16
-_FEW_GROUPS = 16
-_GROUPS = 128
+_MOST = 42
+_LEAST = 0.005
+# Queries of a cluster are computed so many at a time.
+_QUERIES = 32
+# Numbers are first compared with a bound by the maxima of so many.
+_COMPARED = 8
 
 
-class CausalNearFarOptions(NamedTuple):
-    """Options of `causal_nearfar_attention`."""
+class Pairs(NamedTuple):
+    """Queries, and clusters that they attend to exactly."""
 
-    # The first positions, which are computed exactly in sequences of any length; at least as many as near keys, and
-    # more than `block_size`.
-    num_exact: int
-    block_size: int  # tokens of a block. A query attends to its own block and the block before it exactly.
-    of_prefix: NearFarOptions  # options for the landmarks and near keys of a long prefix
-
-
-def split_columns(columns: int, scale: float, draws: Draws, dropout_p: float = 0.0) -> CausalNearFarOptions:
-    """Distribute a budget of keys per query: on average 1.5 blocks, and as many near keys by content as landmarks.
-
-    Larger blocks have a smaller error on activations of GPT-2, and a larger error on activations of MiniLM.
-    """
-    block_size = max(1, 9 * columns // 32)
-    near = (columns - 3 * block_size // 2) // 2
-    of_prefix = NearFarOptions(max(1, near), _CANDIDATES, 1, 0, near, _GROUPS, 0.0, scale, draws, dropout_p)
-    return CausalNearFarOptions(max(3 * columns // 2, block_size + 1), block_size, of_prefix)
-
-
-class Epoch(NamedTuple):
-    """Positions `start` to `end` - 1. Near keys are found at each of the positions `spans`, of which `start` is one."""
-
-    start: int
-    end: int
-    spans: tuple[int, ...]
-
-
-def epochs(length: int, options: CausalNearFarOptions) -> Iterator[Epoch]:
-    """Yield the epochs of a sequence.
-
-    After `num_exact` positions the first three epochs are about 1/3, 2/3 and 2/3 times as long. The later ones double
-    the position.
-    """
-    start = options.num_exact
-    size = options.block_size
-    for step in itertools.chain((start // 3, 2 * start // 3, 2 * start // 3), itertools.repeat(0)):
-        if start >= length:
-            return
-        end = start + max(1, (step or start) // size) * size
-        spans = range(start, min(end, length), max(1, start // _REFRESH // size) * size)
-        yield Epoch(start, min(end, length), tuple(spans))
-        start = end
+    query: Tensor  # int64 (P,), the place of the query among the BH N queries of all heads
+    cluster: Tensor  # int64 (P,), the place of the cluster among those of all levels of its head
 
 
 def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
@@ -119,130 +66,242 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
     Returns:
         (BH, N, Dv).
     """
-    scale = options.of_prefix.scale
-    dropout_p = options.of_prefix.dropout_p
+
+    def some_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
+        query = query * options.scale
+        near = _window(query, key, value, options)
+        levels = levels_of(query.shape[1], options)
+        if not levels:
+            return near.out
+        index = cluster_index(query, key, levels)
+        past = [make_clusters(query, key, value, *own, options.block_size) for own in zip(levels, index, strict=True)]
+        return _with_past(query, near, past, levels, options).out
+
+    size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     with torch.autocast(query.device.type, enabled=False):
-        first = (x[:, : options.num_exact] for x in (query, key, value))
-        outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
-        for epoch in epochs(query.shape[1], options):
-
-            def some_heads(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch = epoch) -> Tensor:
-                return _epoch(query, key, value, epoch, options)
-
-            tensors = (x[:, : epoch.end].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-            size = slice_size(epoch.end * max(options.of_prefix.num_samples, query.shape[2]) // 2, query.device)
-            outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(value.dtype))
-        return torch.cat(outs, 1)
+        return sliced(some_heads, query, key, value, size=size, draws=options.dropout_p > 0.0).to(value.dtype)
 
 
-def _nearfar_options(epoch: Epoch, options: CausalNearFarOptions) -> NearFarOptions:
-    prefix = epoch.start - options.block_size
-    num_groups = min(
-        options.of_prefix.num_groups, max((epoch.end - epoch.start) // (2 * _BLOCK_Q), _FEW_GROUPS), prefix
-    )
-    return options.of_prefix._replace(
-        num_samples=min(options.of_prefix.num_samples, prefix),
-        num_candidates=min(options.of_prefix.num_candidates, prefix),
-        num_groups=num_groups,
-    )
+def _window(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Partial:
+    """Compute attention of queries (BH, N, D) to their own block and the block before it."""
+    length = query.shape[1]
+    size = min(options.block_size, length)
+    block = torch.ones(size, size, dtype=torch.bool, device=query.device)
+    call: dict[str, Any] = {"scale": 1.0, "dropout_p": options.dropout_p}
+    own_query, own_key, own_value = (x[:, None, :size] for x in (query, key, value))
+    causal = mask_bias(block.tril(), query.dtype)[None, None]  # (1, 1, size, size)
+    parts = [attend(own_query, own_key, own_value, causal, **call)]
+    if length > size:
+        own = (pad_to_blocks(x, size).flatten(1, 2) for x in (key, value))  # (BH, T size, .)
+        own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T - 1, 2 size, .)
+        causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]  # (1, 1, size, 2 size)
+        parts.append(attend(pad_to_blocks(query[:, size:], size), own_key, own_value, causal, **call))
+    outs, lses = zip(*parts, strict=True)
+    return Partial(*(torch.cat([x.flatten(1, 2) for x in part], 1)[:, :length] for part in (outs, lses)))
 
 
-def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalNearFarOptions) -> Tensor:
-    """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
-    start = epoch.start
-    size = options.block_size
-    length = epoch.end - epoch.start
-    chosen = _nearfar_options(epoch, options)
-    prefix = start - size
-    call: dict[str, Any] = {"scale": chosen.scale, "dropout_p": chosen.dropout_p}
-    num_blocks = ceil_div(length, size)
-    key = key - key[:, :prefix].mean(1, keepdim=True)
-    landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)
-    # For queries of block t, landmarks represent the keys of the prefix and of the t blocks after the prefix.
-    last = prefix + (num_blocks - 1) * size
-    # Segment 0 is the prefix, and 1, 2, ... are the blocks after it.
-    segment = ((integers(last, key.device) - prefix).div(size, rounding_mode="floor") + 1).clamp(min=0)  # (last,)
-    keys = represent(key[:, :last], value[:, :last], landmarks, segment, num_blocks)
-    # (BH, T, m, Dv), (BH, T, m)
-    values, bias = means_and_logs(*(x.unflatten(1, (num_blocks, -1)).cumsum(1) for x in (keys.sums, keys.total)))
-    blocks = pad_to_blocks(query[:, start:], size)  # (BH, T, size, D)
-    centers = landmarks.key.unsqueeze(1).expand(-1, num_blocks, -1, -1)  # (BH, T, m, D)
-    far = _flat(attend(blocks, centers, values, bias.unsqueeze(2), **call), length)  # out (BH, L, Dv), lse (BH, L)
+class Columns(NamedTuple):
+    """Landmarks in the columns that queries see. The last one has no weight: its place is for the window."""
 
-    own = (pad_to_blocks(x[:, prefix:], size).flatten(1, 2) for x in (key, value))  # (BH, (T + 1) size, .)
-    own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T, 2 size, .)
-    block = torch.ones(size, size, dtype=torch.bool, device=query.device)  # (size, size)
-    causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]  # (1, 1, size, 2 size)
-    window = _flat(attend(blocks, own_key, own_value, causal, **call), length)
+    center: Tensor  # (., G, D), their keys
+    bias: Tensor  # (., G, 1), the logs of their weights times their margins
+    mean: Tensor  # (., G, Dv + 1), their values divided by their margins, and the inverses of their margins
 
-    if not chosen.block_size:
-        return merge(window, far).out
-    groups, near = _near_keys(query, key, epoch, prefix, chosen)
-    counts = CountedKeys(key, value, landmarks.key, keys.landmark, keys.key_bias)
-    in_groups = near_attention(take(query[:, start:], groups.query), near, counts, **call)  # (BH, T, block_q, .)
-    columns = torch.cat([y for x in in_groups for y in (x.out, x.lse.unsqueeze(3))], 3).flatten(1, 2)
-    out, lse, *counted = take(columns, groups.slot).split((value.shape[2], 1) * 2, 2)  # (BH, L, .) each
-    near_field = merge(window, Partial(out, lse.squeeze(2)))
-    return replace_counted(
-        *(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, Partial(*counted), near_field))
+
+def _columns(past: list[Clusters]) -> Columns:
+    margin = torch.cat([x.margin for x in past], 1)  # (BH, M)
+    share = (-margin).exp().unsqueeze(2)
+    mean = torch.cat((torch.cat([x.mean for x in past], 1) * share, share), 2)
+    bias = torch.cat([x.log_weight for x in past], 1) + margin
+    last = (0, 0, 0, 1)
+    return Columns(
+        pad(torch.cat([x.center for x in past], 1), last),
+        pad(bias.unsqueeze(2), last, value=-torch.inf),
+        pad(mean, last),
     )
 
 
-def _flat(blocks: Partial, length: int) -> Partial:
-    return Partial(blocks.out.flatten(1, 2)[:, :length], blocks.lse.flatten(1, 2)[:, :length])
-
-
-@torch.no_grad()
-def _near_keys(query: Tensor, key: Tensor, epoch: Epoch, prefix: int, options: NearFarOptions) -> tuple[Groups, Tensor]:
-    """Put the L queries of an epoch in T blocks of groups, and find each block's near keys: int64 (BH, T, w)."""
-    factor = directions(key[:, :prefix])  # (BH, D, F)
-    some = query.index_select(1, even_positions(prefix, min(prefix, _QUERIES), key.device))  # (BH, n, D)
-    groups = group_queries(some @ factor, options.num_groups)
-    mean = take(some, groups.query).mean(2)  # (BH, G, D)
-    blocks, group = _in_blocks(nearest(query[:, epoch.start :] @ factor, mean @ factor), mean.shape[1])
-
-    # The near keys of each span and group, (BH, S, G, w), lie before the last two blocks.
-    ends = [start - (epoch.start - prefix) for start in epoch.spans]
-    scores = torch.bmm(mean if options.scale > 0.0 else -mean, key[:, : ends[-1]].mT)  # (BH, G, Nk)
-    near = [scores[..., :prefix].topk(options.block_size, dim=2, sorted=False)[1]]  # (BH, G, w)
-    for before, end in itertools.pairwise(ends):
-        new = torch.arange(before, end, device=key.device).expand(*near[0].shape[:2], -1)
-        known = torch.cat((near[-1], new), 2)
-        best = scores.gather(2, known).topk(options.block_size, dim=2, sorted=False)[1]
-        near.append(known.gather(2, best))
-    span = _spans(epoch, key.device)[blocks.query[:, :, 0]]  # (BH, T)
-    return blocks, take(torch.stack(near, 1).flatten(1, 2), span * mean.shape[1] + group)
+def _with_past(
+    query: Tensor, near: Partial, past: list[Clusters], levels: tuple[Level, ...], options: CausalNearFarOptions
+) -> Partial:
+    """Add the past to the windows of queries (BH, N, D), which are times the scale."""
+    batch_heads, length, _ = query.shape
+    block = options.block_size
+    starts = tuple(itertools.accumulate((x.margin.shape[1] for x in past), initial=0))
+    table = _columns(past)
+    # A span of queries begins a block after chunks of the first level end.
+    span = BASE * block
+    spans = [pad_to_blocks(x[:, block:], span) for x in (query, near.out, near.lse.unsqueeze(2))]  # (BH, T, span, .)
+    num_spans = spans[0].shape[1]
+    step = spans_together(batch_heads * span * starts[-1], query.device)
+    outs = []
+    found = []
+    for start in range(0, num_spans, step):
+        seen = _seen(start, min(step, num_spans - start), levels, starts, query.device)  # (t, G)
+        queries, out, lse = (x[:, start : start + step].flatten(0, 1) for x in spans)
+        columns = Columns(*(take(x, seen.expand(batch_heads, -1, -1)).flatten(0, 1) for x in table))
+        hidden = _not_ended(levels[0].chunk // levels[0].leaf, query.device)
+        out, (row, place, column) = _far(queries, Partial(out, lse), columns, hidden, options.dropout_p)
+        outs.append(out.view(batch_heads, -1, out.shape[2]))
+        head = row.div(len(seen), rounding_mode="floor")
+        part = row - head * len(seen)
+        position = place + (part + start) * span + block
+        pairs = Pairs(head * length + position, seen[part, column])
+        if (start + len(seen)) * span + block > length:  # the last span ends with padding
+            exists = position < length
+            pairs = Pairs(*(x[exists] for x in pairs))
+        found.append(pairs)
+    out, lse = torch.cat(outs, 1)[:, : length - block].split((near.out.shape[2], 1), 2)
+    base = Partial(*(torch.cat((x[:, :block], y), 1) for x, y in zip(near, (out, lse.squeeze(2)), strict=True)))
+    pairs = Pairs(*(torch.cat(x) for x in zip(*found, strict=True)))
+    return merge(base, _chosen(query, past, starts, pairs, options.dropout_p))
 
 
 @constant
-def _spans(epoch: Epoch, device: torch.device) -> Tensor:
-    """Return the span of each query of an epoch, int64 (L,)."""
-    first = torch.tensor(epoch.spans, device=device)  # (S,)
-    return torch.searchsorted(first, torch.arange(epoch.start, epoch.end, device=device), right=True) - 1
+def _seen(start: int, count: int, levels: tuple[Level, ...], starts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the clusters that some query of each of `count` spans sees, int64 (count, G).
+
+    A level's clusters begin at its number of `starts`. The last number is the place of a landmark without weight, which
+    fills the columns, and is always the last one. The clusters of the first level are in the first columns.
+    """
+    rows = []
+    for span in range(start, start + count):
+        row: list[int] = []
+        for (chunk, leaf), first, end in zip(levels, starts, starts[1:], strict=False):
+            ended = BASE * span * levels[0].chunk // chunk  # chunks that have ended a block before the span
+            last = ended if row else ended + BASE - 1
+            clusters = chunk // leaf
+            low = first + ended // BASE * BASE * clusters
+            row += [place if place < end else starts[-1] for place in range(low, first + last * clusters)]
+        rows.append(row)
+    width = max(map(len, rows)) + 1
+    return torch.tensor([row + [starts[-1]] * (width - len(row)) for row in rows], device=device)
 
 
-def _in_blocks(group: Tensor, num_groups: int) -> tuple[Groups, Tensor]:
-    """Put queries in blocks of one group each, in the order of the queries.
+@constant
+def _not_ended(clusters: int, device: torch.device) -> Tensor:
+    """Return which clusters of the first level each block of a span does not see yet: bool (BASE, 1, columns)."""
+    chunk = torch.arange((BASE - 1) * clusters, device=device).div(clusters, rounding_mode="floor")
+    return (chunk >= torch.arange(BASE, device=device)[:, None])[:, None]
+
+
+def _far(
+    query: Tensor, window: Partial, columns: Columns, hidden: Tensor, dropout_p: float
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Add landmarks to the windows of the queries of spans, and choose clusters in place of landmarks.
 
     Args:
-        group: int64 (BH, L), the group of each query.
-        num_groups: the number of groups.
+        query: (R, span, D).
+        window: out (R, span, Dv) and lse (R, span, 1).
+        columns: the landmarks in the columns of each span.
+        hidden: bool (BASE, 1, C), which of the first columns the blocks of a span do not see.
+        dropout_p: the probability of dropping a weight.
 
     Returns:
-        The blocks, and the group of each block, int64 (BH, T). Places without a query have the first one.
+        Output and lse side by side (R, span, Dv + 1); and the row, query and column of all choices, int64 (P,) each.
     """
-    batch_heads, length = group.shape
-    device = group.device
-    count = torch.zeros(batch_heads, num_groups, dtype=torch.int64, device=device)  # (BH, G)
-    count.scatter_add_(1, group, torch.ones_like(group))
-    ends = ((count + _BLOCK_Q - 1) // _BLOCK_Q).cumsum(1)  # (BH, G)
-    rank = inverse(group.sort(dim=1, stable=True)[1]) - (count.cumsum(1) - count).gather(1, group)  # (BH, L)
-    slot = torch.cat((torch.zeros_like(ends[:, :1]), ends[:, :-1]), 1).gather(1, group) * _BLOCK_Q + rank  # (BH, L)
-    num_blocks = length // _BLOCK_Q + num_groups  # at most
-    query = torch.zeros(batch_heads, num_blocks * _BLOCK_Q, dtype=torch.int64, device=device)
-    query.scatter_(1, slot, integers(length, device).expand_as(slot))
-    of_block = torch.searchsorted(ends, integers(num_blocks, device).repeat(batch_heads, 1), right=True)  # (BH, T)
-    return Groups(query.unflatten(1, (num_blocks, _BLOCK_Q)), slot), of_block.clamp_(max=num_groups - 1)
+    score = torch.bmm(query, columns.center.mT).add_(columns.bias.mT)  # (R, span, G)
+    score.view(len(score), BASE, -1, score.shape[2])[..., : hidden.shape[2]].masked_fill_(hidden, -torch.inf)
+    score[..., -1:] = window.lse
+    weight = score.softmax(2)
+    near = weight[..., -1:]
+    total = score.amax(2, keepdim=True) - weight.amax(2, keepdim=True).log()
+    with torch.no_grad():
+        choice = _above(weight[..., :-1], ((1.0 - near) / _MOST).clamp(min=_LEAST))
+        row, place, column = choice
+        index = (row * weight.shape[1] + place) * weight.shape[2] + column
+    far = weight.flatten().index_fill(0, index, 0.0).view_as(weight)  # the last column has no value
+    sums, number = torch.bmm(far, columns.mean).split((window.out.shape[2], 1), 2)
+    if dropout_p > 0.0:
+        sums = torch.bmm(dropout(far, dropout_p), columns.mean[..., :-1])
+    number = number + near
+    empty = number <= 0.0
+    number = number.masked_fill(empty, 1.0)
+    lse = (total + number.log()).masked_fill(empty, -torch.inf)
+    return torch.cat(((sums + near * window.out) / number, lse), 2), choice
+
+
+def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the numbers of x (R, n, m) above the bounds (R, n, 1): three indices, int64 (P,) each, by rows."""
+    width = x.shape[2] // _COMPARED
+    parts = x[..., : width * _COMPARED].unflatten(2, (_COMPARED, width))
+    row, place, column = (parts.amax(2) > bound).nonzero(as_tuple=True)
+    some = parts.transpose(2, 3)[row, place, column] > bound[row, place]  # (P', _COMPARED)
+    which, step = some.nonzero(as_tuple=True)
+    found = row[which], place[which], column[which] + step * width
+    last, at, end = (x[..., width * _COMPARED :] > bound).nonzero(as_tuple=True)
+    rest = last, at, end + width * _COMPARED
+    first, second, third = (torch.cat(y) for y in zip(found, rest, strict=True))
+    return first, second, third
+
+
+def _chosen(query: Tensor, past: list[Clusters], starts: tuple[int, ...], pairs: Pairs, dropout_p: float) -> Partial:
+    """Compute attention of queries (BH, N, D) to the clusters that they have chosen."""
+    batch_heads, length, _ = query.shape
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    rows: list[Tensor] = []
+    places: list[Tensor] = []
+    for clusters, start, end in zip(past, starts, starts[1:], strict=False):
+        own = ((pairs.cluster >= start) & (pairs.cluster < end)).nonzero()[:, 0]
+        row = pairs.query[own]
+        cluster = row.div(length, rounding_mode="floor") * (end - start) + pairs.cluster[own] - start
+        (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, dropout_p)
+        places.append(place + sum(len(x) for x in lses))
+        outs.append(out)
+        lses.append(lse)
+        rows.append(row)
+    row = torch.cat(rows)  # (P,)
+    place = torch.cat(places)
+    lse = torch.cat(lses)[place]
+    ref = lse.new_full((batch_heads * length,), -torch.inf)
+    ref = safe_row_max(ref.scatter_reduce(0, row, lse.detach(), "amax"))
+    weight = (lse - ref[row]).exp()
+    total = torch.zeros_like(ref).scatter_add(0, row, weight)
+    count = row.new_zeros(len(ref)).scatter_add_(0, row, torch.ones_like(row))
+    order = row.argsort(stable=True)
+    # Each query is a bag of pairs. No additions by index, whose order, and so whose rounding, differs on accelerators.
+    sums = embedding_bag(
+        place[order], torch.cat(outs), count.cumsum(0) - count, mode="sum", per_sample_weights=weight[order]
+    )  # (BH N, Dv)
+    empty = total <= 0.0
+    total = total.masked_fill(empty, 1.0)
+    lse = (total.log() + ref).masked_fill(empty, -torch.inf)
+    return Partial((sums / total.unsqueeze(1)).view(batch_heads, length, -1), lse.view(batch_heads, length))
+
+
+def _by_cluster(
+    query: Tensor, clusters: Clusters, row: Tensor, cluster: Tensor, dropout_p: float
+) -> tuple[Partial, Tensor]:
+    """Compute attention of a query to a cluster for P pairs.
+
+    Args:
+        query: (BH N, D).
+        clusters: M clusters in each head.
+        row: int64 (P,), the query of each pair.
+        cluster: int64 (P,), the cluster of each pair, among BH M.
+        dropout_p: the probability of dropping a weight.
+
+    Returns:
+        Partial of out (S, Dv) and lse (S,) for blocks of queries of one cluster, and the place of each pair in them.
+    """
+    keys, values = (x.flatten(0, 1).flatten(1) for x in (clusters.key, clusters.value))  # (BH M, leaf D)
+    ordered, order = cluster.sort(stable=True)
+    count = row.new_zeros(len(keys)).scatter_add_(0, cluster, torch.ones_like(row))  # (BH M,)
+    ends = (count + _QUERIES - 1).div(_QUERIES, rounding_mode="floor").cumsum(0)  # of the blocks of each cluster
+    shift = (pad(ends[:-1], (1, 0)) * _QUERIES - count.cumsum(0) + count)[ordered]
+    slot = integers(len(row), row.device) + shift  # (P,), by cluster
+    blocks = at_most(ends[-1:], len(row) // _QUERIES + min(len(row), len(keys)))
+    queries = row.new_zeros(blocks * _QUERIES).scatter_(0, slot, row[order])
+    of_block = torch.searchsorted(ends, integers(blocks, row.device), right=True).clamp_(max=len(keys) - 1)
+    block = take(query[None], queries.view(1, blocks, _QUERIES))  # (1, S / _QUERIES, _QUERIES, D)
+    own_key, own_value = (
+        take(x[None], of_block[None]).view(1, blocks, *y.shape[2:])
+        for x, y in ((keys, clusters.key), (values, clusters.value))
+    )
+    part = attend(block, own_key, own_value, scale=1.0, dropout_p=dropout_p)
+    return Partial(part.out.flatten(0, 2), part.lse.flatten()), torch.empty_like(slot).scatter_(0, order, slot)
 
 
 def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
@@ -250,47 +309,43 @@ def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
 
     It makes the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
     """
-    future = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
-    out = (options.of_prefix.scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(
-        2
-    ) @ value.double()
-    for epoch in epochs(query.shape[1], options):
-        for head in range(len(query)):
-            q, k, v = (x[head, : epoch.end] for x in (query, key, value))
-            out[head, epoch.start : epoch.end] = _naive_epoch(q, k, v, epoch, options)
-    return out
+    query = query.to(accumulation_dtype(query.dtype)) * options.scale
+    levels = levels_of(query.shape[1], options)
+    index = []
+    if levels:
+        index = cluster_index(query, key.to(query.dtype), levels)
+    heads = zip(query.double(), key.double(), value.double(), strict=True)
+    outs = []
+    for head, (q, k, v) in enumerate(heads):
+        outs.append(_naive_head(q, k, v, levels, [x[head] for x in index], options.block_size))
+    return torch.stack(outs)
 
 
-def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalNearFarOptions) -> Tensor:
-    """Compute the output (L, Dv) of the queries of an epoch from all tokens up to its end."""
-    start, end, _ = epoch
-    size = options.block_size
-    chosen = _nearfar_options(epoch, options)
-    prefix = start - size
-    position = torch.arange(end, device=key.device)
-    first_near = start + ((position[start:] - start) // size - 1) * size
-    is_far = position < first_near[:, None]  # (L, Nk)
-    is_later = position > position[start:, None]
-
-    with torch.no_grad():
-        q, k = (x[None].to(accumulation_dtype(x.dtype)) for x in (query, key))
-        k = k - k[:, :prefix].mean(1, keepdim=True)
-        landmarks = choose_landmarks(q[:, :prefix], k[:, :prefix], chosen)
-        landmark = nearest(k, landmarks.key)[0]
-        is_near = ~is_far
-        if chosen.block_size:
-            blocks, near = _near_keys(q, k, epoch, prefix, chosen)
-            is_near = is_near.scatter(1, near[0][blocks.slot[0] // _BLOCK_Q], True)
-
-    query = query.double()
-    key = key.double()
-    value = value.double()
-    key = key - key[:prefix].mean(0)
-    c, tilt = landmarks_naive(query[:prefix], key[:prefix], landmarks.choice[0], chosen)
-    exact, of_landmarks = scores_naive(query[start:], key, c[landmark], tilt, chosen)  # (L, Nk) each
-    scores = torch.where(is_near, exact, of_landmarks).masked_fill(is_later, -torch.inf)
-    far = of_landmarks.masked_fill(~is_far, -torch.inf).logsumexp(1, keepdim=True)
-    is_rounding = scores.logsumexp(1, keepdim=True) - far <= math.log(LEAST_SHARE)
-    only_near = exact.masked_fill(~is_near | is_later, -torch.inf)
-    out: Tensor = torch.where(is_rounding, only_near, scores).softmax(1) @ value
-    return out
+def _naive_head(
+    query: Tensor, key: Tensor, value: Tensor, levels: tuple[Level, ...], index: list[Tensor], block_size: int
+) -> Tensor:
+    """Compute the output (N, Dv) of a head with clusters int64 (M, leaf) of each level."""
+    position = torch.arange(len(query), device=query.device)
+    block = position // block_size
+    exact = query @ key.mT  # (N, N)
+    is_exact = block >= block[:, None] - 1
+    is_later = position > position[:, None]
+    bounds, scores, values = [], [], []
+    for level, members in zip(levels, index, strict=True):
+        center, log_weight, mean, margin = landmarks_naive(query, key, value, level, members, block_size)
+        chunk = torch.arange(len(members), device=query.device) * level.leaf // level.chunk  # of each cluster
+        ended = ((block - 1) * block_size // level.chunk)[:, None]  # chunks that a query may see
+        is_seen = (chunk < ended) & (chunk // BASE == ended // BASE)
+        score = (query @ center.mT + log_weight).masked_fill(~is_seen, -torch.inf)  # (N, M)
+        scores.append(score)
+        bounds.append(score + margin)
+        values.append(mean)
+    near = exact.masked_fill(~is_exact | is_later, -torch.inf).logsumexp(1, keepdim=True)  # (N, 1)
+    share = torch.cat([near, *bounds], 1).softmax(1)
+    is_chosen = share[:, 1:] > ((1.0 - share[:, :1]) / _MOST).clamp(min=_LEAST)  # (N, all M)
+    for members, own in zip(index, is_chosen.split([len(x) for x in index], 1), strict=True):
+        keys = own.repeat_interleave(members.shape[1], 1)  # (N, M leaf)
+        is_exact = is_exact | torch.zeros_like(is_exact).scatter(1, members.flatten().expand(len(query), -1), keys)
+    exact = exact.masked_fill(~is_exact | is_later, -torch.inf)
+    far = torch.cat([exact[:, :0], *scores], 1).masked_fill(is_chosen, -torch.inf)
+    return torch.cat((exact, far), 1).softmax(1) @ torch.cat([value, *values])

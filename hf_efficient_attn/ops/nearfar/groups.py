@@ -79,11 +79,7 @@ def group_queries(points: Tensor, num_groups: int) -> Groups:
     count = ceil_div(length, 1 << levels) << levels
     copies = even_positions(length, count, device)  # with more places than tokens, tokens repeat
     points = points if count == length else points.index_select(1, copies)
-    # Fourth powers of variances must not overflow.
-    points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
-        min=torch.finfo(points.dtype).tiny
-    )
-    order = sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), device))  # (BH, G b)
+    order = halve(points, levels)  # (BH, G b)
     slot = inverse(order)
     if count == length:
         return Groups(order.unflatten(1, (1 << levels, -1)), slot)
@@ -114,8 +110,17 @@ def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tens
     return found
 
 
+@torch.no_grad()
+def halve(points: Tensor, levels: int) -> Tensor:
+    """Halve points (BH, N, F) along their first principal direction, and each half again: int64 (BH, N)."""
+    # Fourth powers of variances must not overflow.
+    points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
+        min=torch.finfo(points.dtype).tiny
+    )
+    return sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), points.device))
+
+
 def _halves(points: Tensor, levels: int) -> Tensor:
-    """Halve points (BH, N, D) along their first principal direction, and each half again: int64 (BH, N)."""
     batch_heads, length, _ = points.shape
     points = points.flatten(0, 1)
     order = integers(len(points), points.device).view(batch_heads, -1)

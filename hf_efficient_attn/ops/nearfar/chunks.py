@@ -1,0 +1,176 @@
+"""Clusters of the keys of finished chunks: what the causal form of `nearfar` knows of the past.
+
+The tokens are cut into chunks of one block, of 4 blocks, of 16 blocks, and so on: a level for each size, as in an
+H-matrix (Hackbusch 1999). The keys of a chunk are halved until clusters have `leaf` keys, by their scores for earlier
+queries. A cluster has a landmark: a key, and the log weight and the mean value that are right for the mean query of the
+last block of the chunk. Nothing of a chunk depends on later tokens, so what is known of it never changes.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_efficient_attn.ops.index import constant, integers, take
+from hf_efficient_attn.ops.nearfar.groups import directions, halve
+
+# A chunk is as long as so many chunks of the level before it.
+BASE = 4
+# On the first levels clusters have `leaf` keys, and on each later one twice as many, so that what a query sees grows
+# with the square root of the length.
+_EQUAL_LEVELS = 3
+# A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
+_WEIGHTED = 0.5
+# What a landmark may miss is computed from so many queries of its chunk, and from a standard deviation of the scores of
+# its keys that is clamped to these limits.
+_NUM_QUERIES = 32
+_LEAST_SPREAD = 1e-3
+_LARGEST_SPREAD = 6.0
+# A landmark misses more where a query's scores differ more than those of the queries before. It grows by this.
+_GROWTH = 2.0
+
+
+class CausalNearFarOptions(NamedTuple):
+    """Options of `causal_nearfar_attention`."""
+
+    block_size: int  # tokens of a block, a power of two times `leaf`
+    leaf: int  # keys of a cluster of the smallest chunks
+    scale: float
+    dropout_p: float
+
+
+def split_columns(columns: int, scale: float, dropout_p: float = 0.0) -> CausalNearFarOptions:
+    """Choose sizes for a budget of keys per query: a block for half of it, in at most four clusters.
+
+    Sizes are rounded up, so that the window of two blocks has at least as many keys as the budget.
+    """
+    leaf = max(1, (columns + 7) // 8)
+    clusters = 1 << min(2, (max(1, columns - 1) // 2).bit_length())
+    return CausalNearFarOptions(leaf * clusters, leaf, scale, dropout_p)
+
+
+class Level(NamedTuple):
+    """Chunks of one size."""
+
+    chunk: int  # tokens of a chunk
+    leaf: int  # keys of a cluster
+
+
+def levels_of(length: int, options: CausalNearFarOptions) -> tuple[Level, ...]:
+    """Return the levels of which queries of a sequence see chunks."""
+    levels: list[Level] = []
+    chunk = options.block_size
+    while chunk + options.block_size < length:
+        levels.append(Level(chunk, options.leaf << max(0, len(levels) + 1 - _EQUAL_LEVELS)))
+        chunk *= BASE
+    return tuple(levels)
+
+
+class Clusters(NamedTuple):
+    """The M clusters of a level, in the order of their chunks."""
+
+    key: Tensor  # (BH, M, leaf, D)
+    value: Tensor  # (BH, M, leaf, Dv)
+    center: Tensor  # (BH, M, D), the keys of the landmarks
+    log_weight: Tensor  # (BH, M)
+    mean: Tensor  # (BH, M, Dv), the values of the landmarks
+    margin: Tensor  # (BH, M), the log of about how much of the cluster's weight its landmark misses
+
+
+@torch.no_grad()
+def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
+    """Split the keys of the chunks of each level into clusters of keys with similar scores for earlier queries.
+
+    Keys are compared along the directions in which the queries of the first chunk of a level differ most. A chunk
+    takes the last of these chunks that has ended when it ends.
+
+    Args:
+        query: (BH, N, D).
+        key: (BH, N, D).
+        levels: the sizes of chunks and clusters.
+
+    Returns:
+        int64 (BH, M, leaf) for each level, positions in the sequence.
+    """
+    firsts = [query[:, : level.chunk] for level in levels]
+    factor = torch.stack([directions(x - x.mean(1, keepdim=True)) for x in firsts], 1)  # (BH, E, D, F)
+    found = []
+    for chunk, leaf in levels:
+        count = key.shape[1] // chunk
+        last = _last_ended(chunk, count, levels, key.device)  # (n,)
+        chunks = key[:, : count * chunk].reshape(len(key) * count, chunk, -1)
+        points = torch.bmm(chunks, factor[:, last].flatten(0, 1))  # (BH n, chunk, F)
+        order = halve(points, (chunk // leaf).bit_length() - 1).view(len(key), count, chunk)
+        found.append((order + integers(count, key.device)[:, None] * chunk).view(len(key), -1, leaf))
+    return found
+
+
+@constant
+def _last_ended(chunk: int, count: int, levels: tuple[Level, ...], device: torch.device) -> Tensor:
+    """Return the last level whose first chunk has ended when each of `count` chunks ends, int64 (count,)."""
+    ends = torch.arange(1, count + 1, device=device) * chunk
+    return torch.searchsorted(torch.tensor([level.chunk for level in levels], device=device), ends, right=True) - 1
+
+
+def make_clusters(query: Tensor, key: Tensor, value: Tensor, level: Level, index: Tensor, block_size: int) -> Clusters:
+    """Make landmarks for the clusters of a level.
+
+    Args:
+        query: (BH, N, D), times the scale.
+        key: (BH, N, D).
+        value: (BH, N, Dv).
+        level: the size of the chunks and of the clusters.
+        index: int64 (BH, M, leaf), the keys of the clusters.
+        block_size: tokens of a block.
+    """
+    keys, values = take(key, index), take(value, index)  # (BH, M, leaf, .)
+    queries = query[:, : index[0].numel()].unflatten(1, (-1, level.chunk))  # (BH, n, chunk, D)
+    last = queries[:, :, -block_size:].mean(2, keepdim=True)  # (BH, n, 1, D)
+    square = queries[:, :, :: max(1, level.chunk // _NUM_QUERIES)].detach().square().mean(2)  # (BH, n, D)
+    of_chunk = keys.view(*queries.shape[:2], -1, keys.shape[3])  # (BH, n, chunk, D)
+    score = (of_chunk @ last.mT).view(index.shape)  # (BH, M, leaf)
+    # `var` takes twenty times as long on a CPU.
+    variance = (keys.detach() - keys.detach().mean(2, keepdim=True)).square().mean(2)  # (BH, M, D)
+    score = score - score.mean(2, keepdim=True)
+    log = score.logsumexp(2, keepdim=True)  # (BH, M, 1)
+    weight = (score - log).exp()  # (BH, M, leaf)
+    share = torch.lerp(torch.full_like(weight, 1.0 / level.leaf), weight, _WEIGHTED)
+    center, mean = ((x.unsqueeze(2) @ y).squeeze(2) for x, y in ((share, keys), (weight, values)))
+    log_weight = log.squeeze(2) - _WEIGHTED * (weight * score).sum(2)
+    return Clusters(
+        keys,
+        values,
+        center,
+        log_weight,
+        mean,
+        _margin((variance.view(*square.shape[:2], -1, square.shape[2]) @ square.unsqueeze(3)).flatten(1)),
+    )
+
+
+def _margin(variance: Tensor) -> Tensor:
+    spread = variance.sqrt().clamp(_LEAST_SPREAD, _LARGEST_SPREAD)
+    return spread.log() + _GROWTH * spread
+
+
+def landmarks_naive(
+    query: Tensor, key: Tensor, value: Tensor, level: Level, index: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the landmarks of a head in the readable form, for clusters int64 (M, leaf) of its keys (N, D).
+
+    Returns:
+        Their keys (M, D), log weights (M,), values (M, Dv) and margins (M,).
+    """
+    found = []
+    for members in index:
+        keys = key[members]  # (leaf, D)
+        start = members[0] // level.chunk * level.chunk
+        queries = query[start : start + level.chunk]
+        last = queries[-block_size:].mean(0)  # (D,)
+        weight = (keys @ last).softmax(0)
+        center = torch.lerp(keys.mean(0), weight @ keys, _WEIGHTED)
+        log_weight = ((keys - center) @ last).logsumexp(0)
+        some = queries[:: max(1, level.chunk // _NUM_QUERIES)]
+        variance = ((keys - keys.mean(0)).square() @ some.square().mean(0)).mean()
+        found.append((center, log_weight, weight @ value[members], _margin(variance)))
+    center, log_weight, mean, margin = (torch.stack(x) for x in zip(*found, strict=True))
+    return center, log_weight, mean, margin
