@@ -184,6 +184,13 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
             f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
             f"hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, GPT-2 or Llama"
         )
+    if models.has_sinks(found.module) and not method.knows_lse:
+        suitable = [x for x in methods_with("knows_lse") if get_method(x).info.causal >= is_causal]
+        raise UnsupportedAttentionError(
+            f"{kind} has attention sinks (in {attention.__name__} at {location.name}), which {method.method} cannot "
+            f"keep, because it does not know the sum of its weights: use {', '.join(suitable)}, or "
+            f"{_exact_for([found])}"
+        )
     is_rectangular = getattr(found.module, "is_rectangular", False)
     check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
     reads_cache = model_kinds.kind_of(attention, or_base=True).reads_cache

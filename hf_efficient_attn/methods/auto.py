@@ -47,6 +47,7 @@ class AutoAttentionConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    knows_lse = True
     summary = "exact attention where it is faster or an error bound asks for it, else nearfar"
     near = "as `nearfar`, or all keys"
     far = "as `nearfar`, or none"
@@ -146,7 +147,9 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
 
     length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
-    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length, Draws(options.seed, device))
+    draws = Draws(options.seed, device)
+    forms = Forms(approximate, exact, num_probes, config.max_error, config.columns, length, draws)
+    return forms._replace(with_lse=options.with_lse)
 
 
 def forward(

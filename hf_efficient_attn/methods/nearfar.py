@@ -21,6 +21,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, wi
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.nearfar.biased import biased_nearfar_attention, biased_nearfar_naive
 from hf_efficient_attn.ops.nearfar.bidirectional import nearfar_attention, nearfar_naive
 from hf_efficient_attn.ops.nearfar.causal import (
@@ -46,6 +47,7 @@ class NearFarConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    knows_lse = True
     adds_distance_bias = True
     summary = "the keys with the largest scores exactly, and landmarks for all other keys"
     near = "keys with the largest scores"
@@ -113,7 +115,7 @@ class NearFarConfig(MethodConfig):
 def _nearfar_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> NearFarOptions:
     own = {x: getattr(config, x) for x in NearFarOptions._fields if hasattr(config, x)}
     own |= {"num_candidates": max(config.exact_length, config.num_candidates), "draws": draws}
-    return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
+    return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p, with_lse=options.with_lse)
 
 
 def _causal_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> CausalNearFarOptions:
@@ -123,6 +125,7 @@ def _causal_options(config: NearFarConfig, options: AttentionOptions, draws: Dra
         num_groups=min(config.num_groups, most.num_groups),
         num_candidates=max(most.num_samples, min(config.num_candidates, most.num_candidates)),
         num_refinements=config.num_refinements,
+        with_lse=options.with_lse,
     )
     return chosen._replace(of_prefix=of_prefix)
 
@@ -152,8 +155,8 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
             if bias:
                 return biased_nearfar_naive(query, key, value, bias[0], chosen)
             return nearfar_naive(query, key, value, chosen)
-        scores = scale * query.double() @ key.double().mT  # (BH, Nq, Nk)
-        return (scores + bias[0].of_pairs() if bias else scores).softmax(2) @ value.double()  # (BH, Nq, Dv)
+        scores = scale * query.double() @ key.double().mT + (bias[0].of_pairs() if bias else 0.0)  # (BH, Nq, Nk)
+        return dense_softmax(scores, value.double(), with_lse=options.with_lse)  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 

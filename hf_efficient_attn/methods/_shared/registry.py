@@ -14,11 +14,14 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_m
 from hf_efficient_attn.methods._shared.config import (
     ARGUMENTS,
     AttentionForward,
+    AttentionOptions,
     ConfigT,
     MethodConfig,
     Recurrence,
     ShardedForm,
+    refuse,
 )
+from hf_efficient_attn.ops.attend import with_sinks
 from hf_efficient_attn.ops.shards import HeadSlice
 from hf_efficient_attn.ops.tracing import unrecorded
 
@@ -75,6 +78,13 @@ class Method:
     recurrence: Recurrence[Any] | None
     forward_hidden_states: Callable[..., Tensor] | None
     sharded: ShardedForm[Any] | None = None
+
+    def compute(
+        self, form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Call the form "forward", "naive" or "decode", and add the sinks to its denominators: (B, H, Nq, Dv)."""
+        out: Tensor = getattr(self, form)(config, query, key, value, options)
+        return out if options.sinks is None else with_sinks(out, options.sinks).to(value.dtype)
 
 
 class _Methods(dict[str, Method]):
@@ -183,40 +193,40 @@ def _check(
             f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
         )
 
-    def refuse(problem: str) -> NoReturn:
+    def fail(problem: str) -> NoReturn:
         raise UnsupportedAttentionError(f"{config_class.__name__}: {problem}")
 
     missing = [fact for fact in _FACTS if not hasattr(config_class, fact) or getattr(config_class, fact) in ("", None)]
     if missing:
-        refuse(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
+        fail(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
     name = config_class.method
     for part in _RESERVED:
         if part in name:
-            refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
+            fail(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
     if not name.isidentifier() or name == "eager":
-        refuse(f"method={name!r} must be a Python identifier other than 'eager'")
+        fail(f"method={name!r} must be a Python identifier other than 'eager'")
     if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
-        refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
+        fail("decorate the class with @dataclass(frozen=True, kw_only=True)")
     for spec in dataclasses.fields(config_class):
         if spec.name in _TAKEN:
-            refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
+            fail(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
         if spec.default is dataclasses.MISSING:
-            refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
+            fail(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
     if "seed" not in config_class.hyperparameters():
-        refuse("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
+        fail("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
     if config_class.with_budget is MethodConfig.with_budget and not config_class.budget:
-        refuse("define with_budget(self, columns)")
+        fail("define with_budget(self, columns)")
     for form in (forward, naive):
         if not callable(form):
-            refuse("a method needs a forward and a naive form; naive=forward is allowed")
+            fail("a method needs a forward and a naive form; naive=forward is allowed")
         try:
             inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
         except TypeError as error:
-            refuse(f"{form!r} must accept (config, query, key, value, options): {error}")
+            fail(f"{form!r} must accept (config, query, key, value, options): {error}")
     if bool(config_class.learned_parameters) != (initial_parameters is not None):
-        refuse("learned_parameters and initial_parameters must be given together")
+        fail("learned_parameters and initial_parameters must be given together")
     if recurrence is not None and not config_class.causal:
-        refuse("a method with a recurrence must be causal")
+        fail("a method with a recurrence must be causal")
 
 
 def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
@@ -303,6 +313,31 @@ def parameter_shapes(
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
     initial = functools.partial(get_method(config.method).initial_parameters, config, **sizes)
     return {name: x.shape for name, x in unrecorded(initial).items()}
+
+
+def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
+    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
+
+    Args:
+        config: the config of the method.
+        query: (B, H, Nq, D).
+        options: the options of the call.
+        grouped: whether a parameter may belong to the key heads, of which H is a multiple.
+    """
+    _, num_heads, _, head_dim = query.shape
+    given = options.parameters
+    shapes = parameter_shapes(config, num_heads=num_heads, head_dim=head_dim)
+    for name in shapes or [name for name in config.learned_parameters if name in given]:
+        found = tuple(given[name].shape) if name in given else ()
+        shape = shapes.get(name, ())
+        is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
+        if not shape or not is_count or found[1:] != shape[1:]:
+            tensor = (
+                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
+            )
+            advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
+            what = f"{config} and {num_heads} heads with head_dim={head_dim}"
+            refuse(f"{name} {found or None} does not match {what}: {advice}", config)
 
 
 def learns(config: MethodConfig) -> bool:

@@ -26,7 +26,7 @@ from hf_efficient_attn.ops.attend import Partial, attend, merge
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions, nearest
 from hf_efficient_attn.ops.draws import Draws
-from hf_efficient_attn.ops.exact import exact_attention, mask_bias
+from hf_efficient_attn.ops.exact import dense_softmax, exact_attention, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, inverse, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.groups import (
     LEAST_SHARE,
@@ -35,6 +35,7 @@ from hf_efficient_attn.ops.nearfar.groups import (
     directions,
     group_queries,
     near_attention,
+    output_around,
     replace_counted,
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
@@ -117,13 +118,14 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         options: see `CausalNearFarOptions`.
 
     Returns:
-        (BH, N, Dv).
+        (BH, N, Dv or Dv + 1).
     """
     scale = options.of_prefix.scale
     dropout_p = options.of_prefix.dropout_p
     with torch.autocast(query.device.type, enabled=False):
         first = (x[:, : options.num_exact] for x in (query, key, value))
-        outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p)]
+        with_lse = options.of_prefix.with_lse
+        outs = [exact_attention(*first, is_causal=True, scale=scale, dropout_p=dropout_p, with_lse=with_lse)]
         for epoch in epochs(query.shape[1], options):
 
             def some_heads(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch = epoch) -> Tensor:
@@ -131,7 +133,7 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
 
             tensors = (x[:, : epoch.end].to(accumulation_dtype(x.dtype)) for x in (query, key, value))
             size = slice_size(epoch.end * max(options.of_prefix.num_samples, query.shape[2]) // 2, query.device)
-            outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(value.dtype))
+            outs.append(sliced(some_heads, *tensors, size=size, draws=dropout_p > 0.0).to(outs[0].dtype))
         return torch.cat(outs, 1)
 
 
@@ -148,7 +150,7 @@ def _nearfar_options(epoch: Epoch, options: CausalNearFarOptions) -> NearFarOpti
 
 
 def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: CausalNearFarOptions) -> Tensor:
-    """Compute the output (BH, L, Dv) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
+    """Compute the output (BH, L, .) of an epoch's L queries from all tokens up to its end (accumulation dtype)."""
     start = epoch.start
     size = options.block_size
     length = epoch.end - epoch.start
@@ -156,7 +158,8 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
     prefix = start - size
     call: dict[str, Any] = {"scale": chosen.scale, "dropout_p": chosen.dropout_p}
     num_blocks = ceil_div(length, size)
-    key = key - key[:, :prefix].mean(1, keepdim=True)
+    mean = key[:, :prefix].mean(1, keepdim=True)
+    key = key - mean
     landmarks = choose_landmarks(query[:, :prefix], key[:, :prefix], chosen)
     # For queries of block t, landmarks represent the keys of the prefix and of the t blocks after the prefix.
     last = prefix + (num_blocks - 1) * size
@@ -176,16 +179,17 @@ def _epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, options: Cau
     window = _flat(attend(blocks, own_key, own_value, causal, **call), length)
 
     if not chosen.block_size:
-        return merge(window, far).out
+        return output_around(mean, merge(window, far), query[:, start:], chosen)
     groups, near = _near_keys(query, key, epoch, prefix, chosen)
     counts = CountedKeys(key, value, landmarks.key, keys.landmark, keys.key_bias)
     in_groups = near_attention(take(query[:, start:], groups.query), near, counts, **call)  # (BH, T, block_q, .)
     columns = torch.cat([y for x in in_groups for y in (x.out, x.lse.unsqueeze(3))], 3).flatten(1, 2)
     out, lse, *counted = take(columns, groups.slot).split((value.shape[2], 1) * 2, 2)  # (BH, L, .) each
     near_field = merge(window, Partial(out, lse.squeeze(2)))
-    return replace_counted(
+    found = replace_counted(
         *(Partial(x.out, x.lse.view(*x.out.shape[:2], 1)) for x in (far, Partial(*counted), near_field))
     )
+    return output_around(mean, found, query[:, start:], chosen)
 
 
 def _flat(blocks: Partial, length: int) -> Partial:
@@ -251,9 +255,8 @@ def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
     It makes the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
     """
     future = torch.ones(query.shape[1], query.shape[1], dtype=torch.bool, device=query.device).triu(1)
-    out = (options.of_prefix.scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf).softmax(
-        2
-    ) @ value.double()
+    scores = (options.of_prefix.scale * query.double() @ key.double().mT).masked_fill(future, -torch.inf)
+    out = dense_softmax(scores, value.double(), with_lse=options.of_prefix.with_lse)
     for epoch in epochs(query.shape[1], options):
         for head in range(len(query)):
             q, k, v = (x[head, : epoch.end] for x in (query, key, value))
@@ -285,12 +288,13 @@ def _naive_epoch(query: Tensor, key: Tensor, value: Tensor, epoch: Epoch, option
     query = query.double()
     key = key.double()
     value = value.double()
-    key = key - key[:prefix].mean(0)
+    mean = key[:prefix].mean(0)
+    key = key - mean
     c, tilt = landmarks_naive(query[:prefix], key[:prefix], landmarks.choice[0], chosen)
     exact, of_landmarks = scores_naive(query[start:], key, c[landmark], tilt, chosen)  # (L, Nk) each
     scores = torch.where(is_near, exact, of_landmarks).masked_fill(is_later, -torch.inf)
     far = of_landmarks.masked_fill(~is_far, -torch.inf).logsumexp(1, keepdim=True)
     is_rounding = scores.logsumexp(1, keepdim=True) - far <= math.log(LEAST_SHARE)
     only_near = exact.masked_fill(~is_near | is_later, -torch.inf)
-    out: Tensor = torch.where(is_rounding, only_near, scores).softmax(1) @ value
-    return out
+    scores = torch.where(is_rounding, only_near, scores) + chosen.scale * (query[start:] @ mean)[:, None]
+    return dense_softmax(scores, value, with_lse=chosen.with_lse)
