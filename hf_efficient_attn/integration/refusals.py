@@ -161,7 +161,7 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     for group in selected.values():
         if all(found.location.window is not None for found in group):
             others = ", ".join(found.location.name for found in chosen if found.location.window is None)
-            another = f"use attn_implementation={EXACT!r} for this model, or another model"
+            another = f"use {_exact_for(group)} for this model, or another model"
             raise UnsupportedAttentionError(
                 f"{method_of(group[0].config)}: {kind} has a sliding window of its own in {group[0].location.name}"
                 f"{f' and {len(group) - 1} more of the chosen layers' if len(group) > 1 else ''}, which is "
