@@ -85,8 +85,8 @@ def attend_to_coreset(
         out = torch.addcmul(middle, ratio.clamp(-limit, limit), half)
         if not with_lse:
             return out
-        of_mean = scale * torch.bmm(query.to(coreset.mean.dtype), coreset.mean.mT)  # (BH, Nq, 1)
-        total = denominator.clamp(min=LEAST_DENOMINATOR).log() + of_mean + factor
+        total = denominator.clamp(min=LEAST_DENOMINATOR).log() + factor  # (BH, Nq, 1)
+        total = total + scale * torch.bmm(query.to(total.dtype), coreset.mean.mT)
         return output_of(Partial(out, lse + total.squeeze(2)), True)
 
     size = slice_size(query.shape[1] * coreset.keys.shape[1] // 4, query.device)
