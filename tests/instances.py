@@ -286,6 +286,10 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> t
     return (query, key, value), {"distance_bias": (2.0 * angle.sin()).to(query.dtype).view(-1, 25)}
 
 
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple:
+    return (query, key, value), {"sinks": torch.linspace(-1.0, 2.0, query.shape[1], device=query.device).to(query)}
+
+
 _GAUSSIAN = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300}
 # What needs other tensors, parameters or initial values than the functional form has. Only the promises run on these.
 VARIANTS = [
@@ -307,6 +311,20 @@ VARIANTS = [
             (_LONGFORMER, {"window_size": 17}),
         )
     ),
+]
+
+# Methods that know their lse, with attention sinks. The promises run on all of their forms.
+WITH_SINKS = [
+    dataclasses.replace(one, adapt=_with_sinks, averages=False, limit="none").row(**values)
+    for one, values in (
+        (_AUTO, {"columns": 23, "crossover": 23, "max_error": 0.5}),
+        (_NEARFAR, {"block_size": 7, "num_samples": 19, "num_probes": 9, "near_share": 0.11}),
+        (_KDEFORMER, {"block_size": 15, "num_samples": 24}),
+        (_HYPERATTENTION, {"block_size": 15, "num_samples": 24, "near_field": "lsh"}),
+        (_LONGFORMER, {"window_size": 7, "global_tokens": 3}),
+        (_SCATTERBRAIN, {"block_size": 15, "num_features": 24}),
+        (_WILDCAT, {"num_samples": 23}),
+    )
 ]
 
 # The first row of every method.

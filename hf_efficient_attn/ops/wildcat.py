@@ -73,7 +73,7 @@ def attend_to_coreset(
     limit = 1.0 / (1.0 - dropout_p)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset) -> Tensor:
-        weighted, bias, middle, half, factor = _weighted(key, value, coreset, drops=dropout_p > 0.0)
+        weighted, bias, middle, half, factor = _weighted(key, value, coreset, drops=dropout_p > 0.0, with_lse=with_lse)
         tensors = query[:, None].to(weighted.dtype), coreset.keys[:, None]
         sums, lse = (x[:, 0] for x in attend(*tensors, weighted[:, None], bias, scale=scale))  # (BH, Nq, Dv + 1)
         numerator = sums[..., :-1]  # (BH, Nq, Dv)
@@ -85,7 +85,7 @@ def attend_to_coreset(
         out = torch.addcmul(middle, ratio.clamp(-limit, limit), half)
         if not with_lse:
             return out
-        total = denominator.clamp(min=LEAST_DENOMINATOR).log() + factor  # (BH, Nq, 1)
+        total = denominator.clamp(min=RIDGE).log() + factor  # (BH, Nq, 1); less is rounding of the ridge
         total = total + scale * torch.bmm(query.to(total.dtype), coreset.mean.mT)
         return output_of(Partial(out, lse + total.squeeze(2)), True)
 
@@ -93,7 +93,7 @@ def attend_to_coreset(
     return sliced(some_heads, query, key, value, coreset, size=size, draws=dropout_p > 0.0)
 
 
-def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool) -> tuple[Tensor, ...]:
+def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool, with_lse: bool) -> tuple[Tensor, ...]:
     """Weigh the values by a coreset, for keys (BH, Nk, D).
 
     Numerator and denominator of the output are exp(scale q . k + bias) @ [values, ones].
@@ -119,7 +119,7 @@ def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool) -> t
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(keys.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    weighted, bias, factor = _solved(keys, kernel_scale, lse, (out - middle) / unit)
+    weighted, bias, factor = _solved(keys, kernel_scale, lse, (out - middle) / unit, with_lse)
     return weighted.to(keys.dtype), bias.view(len(key), 1, 1, -1).to(keys.dtype), middle, half, factor.to(keys.dtype)
 
 
@@ -147,7 +147,9 @@ def _as_float16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @in_float64
-def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _solved(
+    keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor, with_lse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weigh the means (BH, m, Dv) and 1 by the inverse of the kernel matrix of the coreset.
 
     Returns (BH, m, Dv + 1), a bias (BH, m, 1), and the log of the common factor (BH, 1, 1).
@@ -159,8 +161,10 @@ def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> 
     logs = lse.unsqueeze(2) + log_size  # (BH, m, 1)
     weights = logs.softmax(1)
     weighted = regularized_solve(gaussian_kernel(points), with_ones(values) * weights, RIDGE)
-    # The size of the weights goes into the exponent of the query.
-    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)  # (BH, m, 1)
+    # The size of the weights goes into the exponent of the query. Of outputs it has no gradient, but of the least lse.
+    size = torch.linalg.vector_norm(weighted if with_lse else weighted.detach(), torch.inf, 2, keepdim=True).clamp(
+        min=1e-300
+    )  # (BH, m, 1)
     return weighted / size, size.log() + log_size, logs.logsumexp(1, keepdim=True)
 
 
@@ -192,9 +196,11 @@ def coreset_naive(
     row_max = (logits + size.log()[:, None]).amax(2, keepdim=True)
     basis = (logits - row_max).exp()
     denominator = basis @ ones  # (BH, Nq, 1)
-    least = LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
-    positive = denominator > least
+    largest_sum = basis @ size.unsqueeze(2)  # (BH, Nq, 1)
+    positive = denominator > LEAST_DENOMINATOR * largest_sum
     ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
     out = middle + torch.maximum(torch.minimum(ratio, half), -half)
-    lse = torch.maximum(denominator, least).log() + row_max + largest + scale * query @ mean.mT  # (BH, Nq, 1)
+    lse = (
+        torch.maximum(denominator, RIDGE * largest_sum).log() + row_max + largest + scale * query @ mean.mT
+    )  # (BH, Nq, 1)
     return output_of(Partial(out, lse.squeeze(2)), with_lse)
