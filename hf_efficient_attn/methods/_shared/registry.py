@@ -193,40 +193,40 @@ def _check(
             f"the first argument of register_method must be a subclass of MethodConfig; got {shown(config_class)}"
         )
 
-    def fail(problem: str) -> NoReturn:
+    def refuse(problem: str) -> NoReturn:
         raise UnsupportedAttentionError(f"{config_class.__name__}: {problem}")
 
     missing = [fact for fact in _FACTS if not hasattr(config_class, fact) or getattr(config_class, fact) in ("", None)]
     if missing:
-        fail(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
+        refuse(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
     name = config_class.method
     for part in _RESERVED:
         if part in name:
-            fail(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
+            refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
     if not name.isidentifier() or name == "eager":
-        fail(f"method={name!r} must be a Python identifier other than 'eager'")
+        refuse(f"method={name!r} must be a Python identifier other than 'eager'")
     if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
-        fail("decorate the class with @dataclass(frozen=True, kw_only=True)")
+        refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
     for spec in dataclasses.fields(config_class):
         if spec.name in _TAKEN:
-            fail(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
+            refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
         if spec.default is dataclasses.MISSING:
-            fail(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
+            refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
     if "seed" not in config_class.hyperparameters():
-        fail("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
+        refuse("the hyperparameter 'seed' is missing; every method has it, even if nothing is drawn")
     if config_class.with_budget is MethodConfig.with_budget and not config_class.budget:
-        fail("define with_budget(self, columns)")
+        refuse("define with_budget(self, columns)")
     for form in (forward, naive):
         if not callable(form):
-            fail("a method needs a forward and a naive form; naive=forward is allowed")
+            refuse("a method needs a forward and a naive form; naive=forward is allowed")
         try:
             inspect.signature(form).bind(*("config", "query", "key", "value", "options"))
         except TypeError as error:
-            fail(f"{form!r} must accept (config, query, key, value, options): {error}")
+            refuse(f"{form!r} must accept (config, query, key, value, options): {error}")
     if bool(config_class.learned_parameters) != (initial_parameters is not None):
-        fail("learned_parameters and initial_parameters must be given together")
+        refuse("learned_parameters and initial_parameters must be given together")
     if recurrence is not None and not config_class.causal:
-        fail("a method with a recurrence must be causal")
+        refuse("a method with a recurrence must be causal")
 
 
 def on_register(listener: Callable[[str], None]) -> Callable[[str], None]:
