@@ -318,7 +318,7 @@ WITH_SINKS = [
     dataclasses.replace(one, adapt=_with_sinks, averages=False, limit="none").row(**values)
     for one, values in (
         (_AUTO, {"columns": 23, "crossover": 23, "max_error": 0.5}),
-        (_NEARFAR, {"block_size": 7, "num_samples": 19, "num_probes": 9, "near_share": 0.11}),
+        (_NEARFAR, {"block_size": 14, "num_samples": 12, "num_probes": 9, "near_share": 0.11}),
         (_KDEFORMER, {"block_size": 15, "num_samples": 24}),
         (_HYPERATTENTION, {"block_size": 15, "num_samples": 24, "near_field": "lsh"}),
         (_LONGFORMER, {"window_size": 7, "global_tokens": 3}),

@@ -14,13 +14,14 @@ import hf_efficient_attn as hea
 from each import refuses
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import methods_with
-from instances import WITH_SINKS, inputs, numbers, padding_mask
+from instances import FIRST, WITH_SINKS, inputs, numbers, padding_mask
 from tiny_models import SMALL, TEXT, decode, enlarged, generate
 from tiny_models import output as logits
 
 # Other layers of these models have a window.
 pytestmark = pytest.mark.filterwarnings("ignore:.*stay exact")
 EVERY = [(instance, is_causal) for instance in WITH_SINKS for is_causal in instance.forms]
+EVERY += [(FIRST["nearfar"], False)]  # with more landmarks than near keys
 each_form = pytest.mark.parametrize(("instance", "is_causal"), EVERY, ids=str)
 CAUSAL = [instance.method for instance in WITH_SINKS if instance.info.causal]
 EXACT = {name: {"columns": 64} if name == "auto" else {} for name in CAUSAL} | {"scatterbrain": {"block_size": 256}}
