@@ -42,6 +42,7 @@ class Instance:
             exact whose error would exceed a bound, "expectation" if the error only decreases with the budget, "none" if
             the method defines its own attention.
         random: whether the seed has an effect; None if that is unknown.
+        draws_causally: whether it has one in the causal form as well.
         reads_positions: whether masked tokens inside the sequence still count in the distances between the others.
         averages: whether the weights of a query are positive and sum to 1.
         skips_masked_queries: whether the outputs of masked tokens are 0 when queries and keys are the same tokens.
@@ -62,6 +63,7 @@ class Instance:
     small: dict[str, Any] = field(default_factory=dict)
     limit: str = "none"
     random: bool | None = False
+    draws_causally: bool = True
     reads_positions: bool = False
     averages: bool = True
     skips_masked_queries: bool = False
@@ -178,7 +180,7 @@ def _projected(method: str, **facts: Any) -> Instance:
 
 
 _AUTO = _exact(
-    "auto", small={"crossover": 9}, averages=False, splits_scale=True, cost={"columns": 1},
+    "auto", small={"crossover": 9}, averages=False, splits_scale=True, cost={"columns": 1}, draws_causally=False,
     facts=_auto_facts,
 )  # fmt: skip
 _KDEFORMER, _HYPERATTENTION = (
@@ -196,7 +198,7 @@ _FLURKA_PERFORMER, _LINFORMER = _projected("flurka_performer"), _projected("linf
 _LINEAR = Instance("linear", facts=_feature_facts)
 _LONGFORMER = _exact("longformer", random=False, reads_positions=True, cost=_COST | {"window_size": 2})
 _NEARFAR = _exact(
-    "nearfar", averages=False, splits_scale=True,
+    "nearfar", averages=False, splits_scale=True, draws_causally=False,
     cost=_COST | {"num_candidates": 0, "num_groups": 0, "near_share": 0},
 )  # fmt: skip
 _NYSTROMFORMER = _exact(
@@ -286,6 +288,10 @@ def _biased(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> t
     return (query, key, value), {"distance_bias": (2.0 * angle.sin()).to(query.dtype).view(-1, 25)}
 
 
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple:
+    return (query, key, value), {"sinks": torch.linspace(-1.0, 2.0, query.shape[1], device=query.device).to(query)}
+
+
 _GAUSSIAN = {"projection_dim": 16, "init": "gaussian", "share": "none", "max_length": 300}
 # What needs other tensors, parameters or initial values than the functional form has. Only the promises run on these.
 VARIANTS = [
@@ -307,6 +313,20 @@ VARIANTS = [
             (_LONGFORMER, {"window_size": 17}),
         )
     ),
+]
+
+# Methods that know their lse, with attention sinks. The promises run on all of their forms.
+WITH_SINKS = [
+    dataclasses.replace(one, adapt=_with_sinks, averages=False, limit="none").row(**values)
+    for one, values in (
+        (_AUTO, {"columns": 23, "crossover": 23, "max_error": 0.5}),
+        (_NEARFAR, {"block_size": 14, "num_samples": 12, "num_probes": 9, "near_share": 0.11}),
+        (_KDEFORMER, {"block_size": 15, "num_samples": 24}),
+        (_HYPERATTENTION, {"block_size": 15, "num_samples": 24, "near_field": "lsh"}),
+        (_LONGFORMER, {"window_size": 7, "global_tokens": 3}),
+        (_SCATTERBRAIN, {"block_size": 15, "num_features": 24}),
+        (_WILDCAT, {"num_samples": 23}),
+    )
 ]
 
 # The first row of every method.

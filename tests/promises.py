@@ -9,7 +9,7 @@ function above it draws. `**shape` are arguments of `inputs`.
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -92,6 +92,32 @@ def check_shapes(instance: Instance, is_causal: bool, padding: str = "none", **s
         assert largest[0] <= largest[1] * rounding + 1e-6, f"an output exceeds all values: {largest[0]} > {largest[1]}"
 
 
+def exact_of(instance: Instance, tensors: Sequence[Tensor], key_mask: Tensor | None, is_causal: bool) -> Tensor:
+    """Exact attention with the bias or the sinks of an instance."""
+    more = instance.adapt(*tensors, key_mask)[1]
+    if not more.keys() & {"distance_bias", "sinks"}:
+        return exact_output(*tensors, attention_mask=key_mask, is_causal=is_causal)
+    query, key, value = (x.repeat_interleave(tensors[0].shape[1] // x.shape[1], 1) for x in tensors)
+    key, value = (x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (key, value))
+    given = {"is_causal": is_causal, "scale": query.shape[3] ** -0.5}
+    if "sinks" in more:
+        return exact_with_sinks(query, key, value, more["sinks"], key_mask, **given)
+    return biased_exact(query, key, value, more["distance_bias"], key_mask, **given)
+
+
+def exact_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, key_mask: Tensor | None, *, is_causal: bool, scale: float
+) -> Tensor:
+    """Exact attention to one more key, the first one, whose score is the sink of the head, and whose value is 0."""
+    first = torch.cat(
+        (torch.zeros_like(key[:, :, :1]), (sinks / scale).view(1, -1, 1, 1).expand(len(key), -1, 1, 1)), 3
+    )
+    query, key = torch.cat((query, torch.ones_like(query[..., :1])), 3), torch.nn.functional.pad(key, (0, 1))
+    key, value = torch.cat((first, key), 2), torch.nn.functional.pad(value, (0, 0, 1, 0))
+    mask = None if key_mask is None else torch.nn.functional.pad(key_mask, (1, 0), value=True)
+    return exact_output(query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale)
+
+
 def _within_budget(d: Draw) -> dict[str, Any]:
     length = d.choice(1, d.instance.budget, d.between(1, d.instance.budget))
     return d.shape(length, padding=d.padding(), content=d.any_content())
@@ -102,12 +128,7 @@ def check_exact(instance: Instance, is_causal: bool, padding: str = "none", **sh
     """The output is that of `scaled_dot_product_attention` with a dense mask."""
     tensors, key_mask = drawn(padding, **shape)
     out = instance(*tensors, key_mask, is_causal=is_causal)
-    exact = exact_output(*tensors, attention_mask=key_mask, is_causal=is_causal)
-    table = instance.adapt(*tensors, key_mask)[1].get("distance_bias")
-    if table is not None:
-        query, key, value = (x.repeat_interleave(tensors[0].shape[1] // x.shape[1], 1) for x in tensors)
-        key, value = (x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (key, value))
-        exact = biased_exact(query, key, value, table, key_mask, is_causal=is_causal, scale=query.shape[3] ** -0.5)
+    exact = exact_of(instance, tensors, key_mask, is_causal)
     if instance.skips_masked_queries and key_mask is not None and out.shape[2] == key_mask.shape[1]:
         exact = exact.masked_fill(~key_mask[:, None, :, None], 0.0)
     assert_close(out, exact, 1e-9, "within its budget the output is not that of exact attention")
@@ -259,7 +280,7 @@ def check_last_queries(instance: Instance, last: int, padding: str = "none", see
     query, key, value = inputs(**{"batch": 2, "q_len": 120, "dtype": torch.float64, **shape}, seed=seed)
     key_mask = padding_mask(padding, key.shape[0], key.shape[2], seed)
     if instance.exact_steps:
-        expected = exact_output(query, key, value, attention_mask=key_mask, is_causal=True)
+        expected = exact_of(instance, (query, key, value), key_mask, True)
     else:
         expected = instance(query, key, value, key_mask, is_causal=True)
     ours = instance(query[:, :, -last:], key, value, key_mask, is_causal=True)
@@ -313,8 +334,9 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
     first, again, other = (instance(*tensors, is_causal=is_causal, seed=s) for s in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator was used"
     assert_same(again, first, "the same seed gave another output")
-    effect = "another seed gave " + ("the same" if instance.random else "another") + " output"
-    assert instance.random is None or torch.equal(first, other) != instance.random, effect
+    random = instance.random if instance.draws_causally or not is_causal else False
+    effect = "another seed gave " + ("the same" if random else "another") + " output"
+    assert random is None or torch.equal(first, other) != random, effect
     if instance.call_seed:
         seeds = [dataclasses.replace(instance, hyperparameters=instance.hyperparameters | {"seed": s}) for s in (3, 0)]
         configured, called = seeds[0](*tensors, is_causal=is_causal), seeds[1](*tensors, is_causal=is_causal, seed=3)
@@ -326,9 +348,9 @@ def check_seeds(instance: Instance, is_causal: bool, **shape: Any) -> None:
         drawn.append(instance(*tensors, is_causal=is_causal, seed=None))
     used = not torch.equal(torch.random.get_rng_state(), torch.manual_seed(1).get_state())
     assert_same(drawn[1], drawn[0], "with seed=None the same state of the global generator gave another output")
-    if instance.random is not None:
-        assert torch.equal(drawn[0], drawn[2]) != instance.random, f"with seed=None {effect}"
-        assert used or not instance.random, "with seed=None nothing was drawn from the global generator"
+    if random is not None:
+        assert torch.equal(drawn[0], drawn[2]) != random, f"with seed=None {effect}"
+        assert used or not random, "with seed=None nothing was drawn from the global generator"
 
 
 # 6. Finite outputs.

@@ -95,9 +95,13 @@ def _reasons_against(model: PreTrainedModel) -> Iterator[str]:
     if "recurrent" in layers or "linear_attention" in layers:
         yield "has layers with a state along the sequence, which would begin again in each process"
     for found in models.attention_modules(model):
-        if found.location.window is not None or distance_bias.has_distance_bias(type(found.module)):
-            what = "a bias of relative positions" if found.location.window is None else "a sliding window"
-            yield f"has {what} in {found.location.name}, which is not divided over processes: use a model without"
+        kept = {
+            "a sliding window": found.location.window is not None,
+            "a bias of relative positions": distance_bias.has_distance_bias(type(found.module)),
+            "attention sinks": models.has_sinks(found.module),
+        }
+        for what in (what for what, is_kept in kept.items() if is_kept):
+            yield f"has {what} in {found.location.name}, which no method divides over processes: use a model without"
     for path, module in model.named_modules():
         inner = [type(x) for x in module.modules() if models.is_attention(x)] if models.is_attention(module) else []
         convolves = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and any(n != 1 for n in module.kernel_size)

@@ -316,6 +316,7 @@ def _settings(
     if methods is None:
         has_bias = any(distance_bias.has_distance_bias(type(module)) for module in modules)
         facts = {"takes_pictures": capture.takes_pictures(model), "has_distance_bias": has_bias}
+        facts["has_sinks"] = any(map(models.has_sinks, modules))
         configs = defaults.default_configs("compare", is_causal=is_causal, **facts)
         methods = {defaults.method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}

@@ -50,6 +50,7 @@ class Call(NamedTuple):
     why_exact: Callable[[MethodConfig], str | None]
     module: nn.Module
     distance_bias: Tensor | None = None  # (H, 2R + 1), the bias of the scores by distance; None for none
+    sinks: Tensor | None = None  # (H,), attention sinks; None for none
 
     @property
     def layer(self) -> Layer | None:
@@ -117,14 +118,14 @@ class Call(NamedTuple):
         return attention(
             config, self.query, self.key, self.value, attention_mask=self.key_mask, is_causal=self.is_causal,
             scale=self.scale, seed=settings.layer_seed(self.location.layer), parameters=parameters, heads=heads,
-            distance_bias=self.distance_bias,
+            distance_bias=self.distance_bias, sinks=self.sinks,
         )  # fmt: skip
 
     def compute_exact(self) -> Tensor:
         """The output of exact attention, as the layers compute it that stay exact in a converted model."""
         return exact_layer(
             self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0,
-            distance_bias=self.distance_bias,
+            distance_bias=self.distance_bias, sinks=self.sinks,
         )  # fmt: skip
 
 
@@ -179,11 +180,17 @@ class _Capture:
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
         tensors, empty = (query, key, value, read.key_mask), value.new_empty(0)
-        call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias)
+        call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias, read.sinks)
         if location.window is None:
             out = self.compute(call)
         else:
-            out = exact_layer(*tensors, is_causal=read.is_causal, scale=read.scale, dropout_p=0.0, window=read.window)
+            given: dict[str, Any] = {
+                "is_causal": read.is_causal,
+                "scale": read.scale,
+                "window": read.window,
+                "sinks": read.sinks,
+            }
+            out = exact_layer(*tensors, dropout_p=0.0, **given)
         if location.window is None and not out.isfinite().all():
             raise UnsupportedAttentionError(
                 f"{'exact ' if self.compute is exact_attention_of else ''}attention in {call.name} gives values that "
@@ -257,6 +264,7 @@ class AttentionSummary(NamedTuple):
     takes_pictures: bool = False  # whether the model's inputs are pictures
     causal_layers: frozenset[Layer] = frozenset()
     has_distance_bias: bool = False  # whether some scores have a bias by distance
+    has_sinks: bool = False  # whether some modules have attention sinks
 
 
 def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
@@ -284,6 +292,7 @@ def summarize_attention(model: nn.Module, batch: Batch) -> AttentionSummary:
         takes_pictures=takes_pictures(models.transformers_models(model)[0]),
         causal_layers=frozenset(call.layer for call in calls if call.is_causal and call.layer is not None),
         has_distance_bias=any(call.distance_bias is not None for call in calls),
+        has_sinks=any(call.sinks is not None for call in calls),
     )
 
 

@@ -38,6 +38,7 @@ def default_configs(
     is_causal: bool,
     takes_pictures: bool,
     has_distance_bias: bool,
+    has_sinks: bool,
     is_rectangular: bool = False,
 ) -> list[MethodConfig]:
     """Configs of the default methods for a model: "compare" gives one of each, "calibrate" the fastest first.
@@ -57,7 +58,7 @@ def default_configs(
         configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
     if has_distance_bias:
         configs = [one for one in configs if one.adds_distance_bias and one.adds_causal_bias >= is_causal]
-    return configs
+    return [one for one in configs if one.knows_lse >= has_sinks]
 
 
 def method_label(config: MethodConfig) -> str:
@@ -82,7 +83,7 @@ def make_candidates(
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
-        facts = ("is_rectangular", "takes_pictures", "has_distance_bias")
+        facts = ("is_rectangular", "takes_pictures", "has_distance_bias", "has_sinks")
         configs = default_configs("calibrate", is_causal=is_causal, **{x: getattr(summary, x) for x in facts})
     else:
         configs = configs_of(methods)

@@ -16,7 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive
 from hf_efficient_attn.evaluation.capture import Batch, Call, capture_attention, exact_attention_of, forward
 from hf_efficient_attn.integration import attention, models, settings
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import attend, output_of, with_sinks
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between, mask_bias
@@ -187,6 +187,7 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
     rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
     options: dict[str, Any] = {"is_causal": call.is_causal, "scale": scale, "table": call.distance_bias}
+    options["sinks"] = call.sinks
     with torch.autocast(query.device.type, enabled=False):
         exact = exact_rows(query, key, value, rows, key_mask, **options)
         return row_error(take(call.exact[b], rows.queries), exact, rows.valid, rows.population)
@@ -202,12 +203,13 @@ def exact_rows(
     is_causal: bool,
     scale: float,
     table: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The exact output (BH, p, Dv) of the sampled queries, softmax(scale * query[rows] key^T) value.
 
     query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv), key_mask bool (BH, Nk); `table` (BH, 2R + 1) is a bias by
-    distance, as in `distance_bias`. With `is_causal` the queries are the last Nq positions and attend to the keys up to
-    their own position. The output is 0 for queries without a key.
+    distance, as in `distance_bias`, and `sinks` are (BH,). With `is_causal` the queries are the last Nq positions and
+    attend to the keys up to their own position. The output is 0 for queries without a key.
     """
     keys, outs = torch.arange(key.shape[1], device=key.device).view(1, 1, -1), []  # (1, 1, Nk)
     valid = torch.ones_like(keys, dtype=torch.bool) if key_mask is None else key_mask[:, None]
@@ -216,5 +218,7 @@ def exact_rows(
         bias = mask_bias(valid & (keys <= at.mT) if is_causal else valid, query.dtype).unsqueeze(1)
         if table is not None:
             bias = bias + bias_between(table.to(bias.dtype), at, keys)
-        outs.append(attend(part[:, None], key[:, None], value[:, None], bias, scale=scale).out[:, 0])
-    return torch.cat(outs, 1)
+        found = attend(part[:, None], key[:, None], value[:, None], bias, scale=scale)
+        outs.append(output_of(found, sinks is not None)[:, 0])
+    out = torch.cat(outs, 1)
+    return out if sinks is None else with_sinks(out[None], sinks)[0]

@@ -32,7 +32,7 @@ from hf_efficient_attn.ops.shards import HeadSlice
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
 # Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
-_ATTENTION_ARGUMENTS = ("softcap", "s_aux", "cache", "read_index", "write_index")
+_ATTENTION_ARGUMENTS = ("softcap", "cache", "read_index", "write_index")
 _ATTENTION_WORDS = (
     "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
     "indices",
@@ -59,6 +59,7 @@ class LayerCall(NamedTuple):
     distance_bias: Tensor | None  # (H, 2R + 1), the bias of the scores by distance; None for none
     begins: Tensor | None = None  # bool (B, N), True for the first token of each text of packed rows; None for others
     filled: Tensor | None = None  # bool (B, Nk), True for the keys that a static cache holds; None for other keys
+    sinks: Tensor | None = None  # (H,), the score of one more key of each head, whose value is 0; None for none
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
@@ -84,6 +85,7 @@ def read_call(
     """
     dropout, scale, is_causal = kwargs.pop("dropout", 0.0), kwargs.pop("scaling", None), kwargs.pop("is_causal", None)
     distance_bias = take_bias(module, kwargs, key.device) if ARGUMENT in kwargs else None
+    sinks = kwargs.pop(model_kinds.SINKS, None)
     mask = inputs.read_mask(name, attention_mask)
     window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
     if mask.begins is not None:  # the mask says the same
@@ -97,7 +99,7 @@ def read_call(
     is_causal = bool(is_causal) and not location.is_cross
     dropout_p, seed = dropout if module.training else 0.0, settings.layer_seed(location.layer)
     return LayerCall(
-        location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins, mask.filled
+        location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins, mask.filled, sinks
     )
 
 
@@ -159,7 +161,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
 
         def compute(tensors: packing.QueryKeyValue, key_mask: Tensor | None) -> Tensor:
             if method is None:
-                given = {**options, "distance_bias": call.distance_bias, "window": call.window}
+                given = {**options, "distance_bias": call.distance_bias, "window": call.window, "sinks": call.sinks}
                 return exact_layer(*tensors, key_mask, **given)
             warn(tensors[1].shape[2], key_mask)
             return _attend_by_method(name, module, method, call._replace(key_mask=key_mask), tensors, cached)
@@ -257,8 +259,8 @@ def _attend_by_method(
     # In training the global generators draw, so that gradient checkpointing draws the same again.
     seed = None if module.training else call.seed
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed, "parameters": parameters}
-    if call.distance_bias is not None:
-        options["distance_bias"] = call.distance_bias
+    added = {"distance_bias": call.distance_bias, "sinks": call.sinks}
+    options |= {name: x for name, x in added.items() if x is not None}
     if cached is not None:
         return cached.attention(*tensors, call.key_mask, **options)
     options |= {"is_causal": call.is_causal, "heads": heads}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_efficient_attn.ops.attend import with_sinks
 from hf_efficient_attn.ops.exact import biased_exact
 
 # Queries for which one mask is built at a time.
@@ -20,14 +21,15 @@ def exact_layer(
     *,
     distance_bias: Tensor | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """softmax(scale * query key^T) value by PyTorch's kernel. Without a mask it is bit-identical to `sdpa`.
 
     The arguments are those of `hf_efficient_attn.methods.attention`, `key_mask` being its mask of the keys, and
     `options` is_causal, scale and dropout_p. `window` is the number of keys to which a query attends, its own included:
-    the last ones, or, if not causal, so many on each side. None is for all keys. The output (B, H, Nq, Dv) is 0 for
-    queries that have no key to attend to.
+    the last ones, or, if not causal, so many on each side. None is for all keys. `sinks` are those of `attention`.
+    The output (B, H, Nq, Dv) is 0 for queries that have no key to attend to.
     """
     q_len, kv_len = query.shape[2], key.shape[2]
     groups = query.shape[1] // key.shape[1]
@@ -36,9 +38,11 @@ def exact_layer(
     if key_mask is not None:
         masked = ~key_mask[:, None, :, None]
         key, value = key.masked_fill(masked, 0.0), value.masked_fill(masked, 0.0)
-    if distance_bias is not None:
+    if distance_bias is not None or sinks is not None:
         options["scale"] = query.shape[3] ** -0.5 if options["scale"] is None else options["scale"]
-        return biased_exact(query, key, value, distance_bias, key_mask, **options)
+        options |= {"window": window, "with_lse": sinks is not None}
+        out = biased_exact(query, key, value, distance_bias, key_mask, **options)
+        return out if sinks is None else with_sinks(out, sinks).to(value.dtype)
     is_causal = options.pop("is_causal") and q_len > 1
     window = None if window is None or window >= kv_len else window
     if key_mask is None and window is None and (not is_causal or q_len == kv_len):

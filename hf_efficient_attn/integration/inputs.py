@@ -241,7 +241,8 @@ def _is_plain(
         counts = (keys >= first) & (keys <= last) & valid.gather(1, index)
         if is_causal:
             counts = counts & valid.gather(1, (queries - first).clamp(max=last - first).expand(len(valid), -1))
-        plain = plain & ((contains(queries, keys.clamp(first, last)) == is_reached) | ~counts).all()
+        inside = contains(queries, keys.clamp(first, last))
+        plain = plain & ((inside if is_reached else ~inside) | ~counts).all()
     return plain
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions", "position_embedding")
 # The argument of attention functions with the length of a window, and the attribute of modules and configs.
 WINDOW = "sliding_window"
+# The argument of attention functions with the attention sinks of GPT-OSS and others, which modules hold as `sinks`.
+SINKS = "s_aux"
 # Names of modules of cross attention, and of their classes.
 CROSS_ATTENTION = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
 # Names of parameters and submodules from which models compute a bias of relative positions: `relative_attention_bias`
@@ -23,7 +25,7 @@ CROSS_ATTENTION = re.compile("cross|encdec|enc_dec|encoder_attn", re.I)
 POSITION_BIAS = re.compile(r"(^|_)rel(ative)?_|(^|_)pos(ition)?_bias|distance_embedding|^linear_pos$|^bias_[uv]$|alibi")
 # Attributes by which attention modules change their scores otherwise, unless None; the last two of Doge and GLM 5.
 CHANGES_OF_SCORES = {
-    "sinks": "attention sinks",
+    "sinks": "attention sinks",  # that it does not pass on as `SINKS`
     "attn_logit_softcapping": "a soft cap",
     "indexer": "a mask of the keys that each query selects",
     "prepare_dynamic_mask": "a mask of its own",

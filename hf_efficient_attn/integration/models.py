@@ -165,8 +165,22 @@ def layer_type(module: nn.Module, config: PreTrainedConfig) -> str | None:
 
 
 def knows_causality(module: nn.Module, owner: PreTrainedModel) -> bool:
-    """Whether `is_causal` of an attention module is true: a model without `sdpa` can say anything there."""
-    return bool(owner._supports_sdpa) or is_patched(module)
+    """Whether `is_causal` of an attention module is true: a model without `sdpa` can say anything there.
+
+    Models with attention sinks have no `sdpa` because of these, and FlashAttention reads `is_causal` as well.
+    """
+    has_flash = owner._supports_flash_attn and passes_sinks(type(module))
+    return bool(owner._supports_sdpa or has_flash or is_patched(module))
+
+
+def passes_sinks(kind: type[nn.Module]) -> bool:
+    """Whether a class of attention modules gives its `sinks`, which may be None, to the attention function."""
+    return uses_interface(kind) and f"{model_kinds.SINKS}=self.sinks" in inspect.getsource(kind.forward)
+
+
+def has_sinks(module: Any) -> bool:
+    """Whether an attention module has sinks, and gives them to the attention function."""
+    return passes_sinks(type(module)) and module.sinks is not None
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -230,7 +244,8 @@ def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]
     if is_attention:
         changes = model_kinds.CHANGES_OF_SCORES.items()
-        found += [f"{words} ({name})" for name, words in changes if getattr(module, name, None) is not None]
+        held = [(name, words) for name, words in changes if getattr(module, name, None) is not None]
+        found += [f"{words} ({name})" for name, words in held if name != "sinks" or not has_sinks(module)]
     yield from (f"adds {what} to the scores of its attention" for what in found)
 
 

@@ -16,7 +16,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, 
 from hf_efficient_attn.integration.cache import MethodLayer, StateLayer, Tokens
 from hf_efficient_attn.integration.settings import method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, attention, methods_with
-from hf_efficient_attn.ops.attend import Partial, attend, merge
+from hf_efficient_attn.ops.attend import Partial, attend, merge, output_of, with_sinks
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import take
@@ -88,7 +88,7 @@ class NearFarLayer(MethodLayer):
             piece = slice(start, start + fitting)
             new_mask = None if mask is None else mask[:, piece]
             self._append((key[:, :, piece], value[:, :, piece], new_mask), earlier + start)
-            outs.append(self._attend(query[:, :, piece], earlier + start, options["dropout_p"]))
+            outs.append(self._attend(query[:, :, piece], earlier + start, options))
             start += fitting
         return torch.cat(outs, 2)
 
@@ -109,7 +109,7 @@ class NearFarLayer(MethodLayer):
         if self.keys.shape[2] > self.columns and self.counts.max() <= self.columns:
             self._drop_empty()
 
-    def _attend(self, query: Tensor, first: int, dropout_p: float) -> Tensor:
+    def _attend(self, query: Tensor, first: int, options: dict[str, Any]) -> Tensor:
         """Attention of queries (B, H, N, D), from position `first` on, to kept keys and landmarks."""
         (batch, num_heads, q_len, _), num_kv_heads = query.shape, self.keys.shape[1]
         # The query heads of a group are passed as if they were several queries of one head.
@@ -119,11 +119,13 @@ class NearFarLayer(MethodLayer):
         pairs = (self.position[:, None] >= 0) & (self.position[:, None] <= row)
         bias = mask_bias(pairs.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0), query.dtype)
         blocks = (x[:, None] for x in (flat, self.keys.flatten(0, 1), self.values.flatten(0, 1), bias))
-        out, lse = (x[:, 0] for x in attend(*blocks, scale=self.scale, dropout_p=dropout_p))
+        found = attend(*blocks, scale=self.scale, dropout_p=options["dropout_p"])
+        found, sinks = Partial(found.out[:, 0], found.lse[:, 0]), options.get("sinks")
         if self.coreset is not None:
             far = coreset_partial(flat, GrowingCoreset(*(x.flatten(0, 1) for x in self.coreset)), scale=self.scale)
-            out = merge(far, Partial(out.to(far.out.dtype), lse)).out
-        return out.to(self.values.dtype).reshape(batch, num_heads, q_len, -1)
+            found = merge(far, Partial(found.out.to(far.out.dtype), found.lse))
+        out = output_of(found, sinks is not None).reshape(batch, num_heads, q_len, -1)
+        return (out if sinks is None else with_sinks(out, sinks)).to(self.values.dtype)
 
     def _merge_rows(self, full: Tensor) -> None:
         """In each full row, of bool (B,), merge all kept keys except the newest into the landmarks."""

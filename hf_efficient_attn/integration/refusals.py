@@ -161,7 +161,7 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     for group in selected.values():
         if all(found.location.window is not None for found in group):
             others = ", ".join(found.location.name for found in chosen if found.location.window is None)
-            another = f"use attn_implementation={EXACT!r} for this model, or another model"
+            another = f"use {_exact_for(group)} for this model, or another model"
             raise UnsupportedAttentionError(
                 f"{method_of(group[0].config)}: {kind} has a sliding window of its own in {group[0].location.name}"
                 f"{f' and {len(group) - 1} more of the chosen layers' if len(group) > 1 else ''}, which is "
@@ -183,6 +183,13 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
             f"{' in causal attention' if is_decoder else ''}: {f'{advice}, or ' if is_decoder and advice else ''}use "
             f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
             f"hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, GPT-2 or Llama"
+        )
+    if models.has_sinks(found.module) and not method.knows_lse:
+        suitable = [x for x in methods_with("knows_lse") if get_method(x).info.causal >= is_causal]
+        raise UnsupportedAttentionError(
+            f"{kind} has attention sinks (in {attention.__name__} at {location.name}), which {method.method} cannot "
+            f"keep, because it does not know the sum of its weights: use {', '.join(suitable)}, or "
+            f"{_exact_for([found])}"
         )
     is_rectangular = getattr(found.module, "is_rectangular", False)
     check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)

@@ -47,6 +47,7 @@ class AutoAttentionConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    knows_lse = True
     summary = "exact attention where it is faster or an error bound asks for it, else nearfar"
     near = "as `nearfar`, or all keys"
     far = "as `nearfar`, or none"
@@ -123,13 +124,14 @@ def _with_budget(columns: int) -> MethodConfig:
 
 
 def _exact_length(
-    config: AutoAttentionConfig, query: Tensor, key: Tensor, options: AttentionOptions, is_static: bool
-) -> int:
-    """Return the number of keys up to which a call is exact."""
+    config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> tuple[int, bool]:
+    """Return the number of keys up to which a call is exact, and whether the data must not decide."""
     kv_len = key.shape[2]
+    is_static = options.is_causal or not config.max_error or is_training(query, key, value, options)
     if kv_len <= config.columns or (is_static and config.max_error and config.static_form == "exact"):
-        return kv_len
-    return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device)
+        return kv_len, is_static
+    return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device), is_static
 
 
 def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, device: torch.device) -> Forms:
@@ -146,15 +148,15 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
 
     length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
     num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
-    return Forms(approximate, exact, num_probes, config.max_error, config.columns, length, Draws(options.seed, device))
+    own = config.max_error, config.columns, length, Draws(options.seed, device), options.with_lse
+    return Forms(approximate, exact, num_probes, *own)
 
 
 def forward(
     config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Fast form; see `register_method`."""
-    is_static = options.is_causal or not config.max_error or is_training(query, key, value, options)
-    length = _exact_length(config, query, key, options, is_static)
+    length, is_static = _exact_length(config, query, key, value, options)
     num_heads = query.shape[1]
     if key.shape[2] <= length:
         return exactly(query, key, value, options)
@@ -174,8 +176,7 @@ def forward(
 
 def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form: dense matrices, with the decisions of `forward` about each sequence and head."""
-    is_static = options.is_causal or not config.max_error or is_training(query, key, value, options)
-    length = _exact_length(config, query, key, options, is_static)
+    length, is_static = _exact_length(config, query, key, value, options)
     num_heads = query.shape[1]
     dense = get_method(config.switches_to).naive
     forms = _forms(config, length, options, query.device)

@@ -39,10 +39,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
 from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, without_padding
-from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.registry import check_parameters, register_method
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.control_variates.bidirectional import chunked_attention
 from hf_efficient_attn.ops.control_variates.causal import chunked_causal_attention

@@ -16,7 +16,7 @@ from hf_efficient_attn.methods._shared.call import repeat_kv
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
 from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import register_method
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import attend, output_of
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.shards import Shards, with_neighbors
 from hf_efficient_attn.ops.tracing import exporting_to_onnx
@@ -34,6 +34,7 @@ class LongformerConfig(MethodConfig):
     causal = True
     rectangular = False
     exportable = True
+    knows_lse = True
     adds_causal_bias = True
     summary = "a sliding window, and optional global tokens"
     paper_url = "https://arxiv.org/abs/2004.05150"
@@ -66,7 +67,8 @@ class LongformerConfig(MethodConfig):
 
 
 def _call(config: LongformerConfig, options: AttentionOptions, is_causal: bool) -> WindowCall:
-    return WindowCall(config.window_size, config.global_tokens, is_causal, options.scale, options.dropout_p)
+    call = config.window_size, config.global_tokens, is_causal, options.scale, options.dropout_p
+    return WindowCall(*call, with_lse=options.with_lse)
 
 
 def forward(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -83,7 +85,8 @@ def naive(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, o
     mask = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if options.key_mask is None else options.key_mask
     call = _call(config, options, options.is_causal)
     weights = window_bias(query.shape[2], mask, options.distance_bias, call, torch.float64)  # (B, H or 1, Nq, Nk)
-    return dense_softmax(query.double() @ key.double().mT * options.scale + weights, value)  # (B, H, Nq, Dv)
+    scores = query.double() @ key.double().mT * options.scale + weights  # (B, H, Nq, Nk)
+    return dense_softmax(scores, value, with_lse=options.with_lse)  # (B, H, Nq, Dv)
 
 
 def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -98,7 +101,8 @@ def decode(config: LongformerConfig, query: Tensor, key: Tensor, value: Tensor, 
     bias = window_bias(q_len, mask, options.distance_bias, call, query.dtype)  # (B, 1 or H, Nq, Nk)
     bias = bias.expand(-1, query.shape[1], -1, -1)  # (B, H, Nq, Nk)
     # Batch rows take the place of heads in `attend`, and heads take the place of blocks.
-    return attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p).out  # (B, H, Nq, Dv)
+    found = attend(query, key, value, bias, scale=call.scale, dropout_p=call.dropout_p)  # (B, H, Nq, Dv)
+    return output_of(found, call.with_lse)
 
 
 def forward_shard(

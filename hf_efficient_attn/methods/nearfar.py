@@ -23,6 +23,7 @@ from hf_efficient_attn.methods._shared.heads import by_heads, decode_exactly, wi
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.nearfar.biased import biased_nearfar_attention, biased_nearfar_naive
 from hf_efficient_attn.ops.nearfar.bidirectional import nearfar_attention, nearfar_naive
 from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive
@@ -44,6 +45,7 @@ class NearFarConfig(MethodConfig):
     causal = True
     rectangular = True
     decodes_exactly = True
+    knows_lse = True
     adds_distance_bias = True
     summary = "the keys with the largest scores exactly, and landmarks for all other keys"
     near = "keys with the largest scores"
@@ -76,10 +78,18 @@ class NearFarConfig(MethodConfig):
 
     def check_causal(self) -> None:
         """The causal form has the budget as its only hyperparameter."""
-        usual = NearFarConfig(), self.with_budget(self.exact_length), NearFarConfig().with_budget(self.exact_length)
-        for name in ("num_groups", "num_candidates", "num_refinements", "num_probes", "near_share"):
+        usual = NearFarConfig()
+        # `with_budget` sets a `near_share` of 0, and may enlarge the groups and the candidates.
+        allowed = {
+            "num_groups": self.num_groups >= usual.num_groups,
+            "num_candidates": self.num_candidates >= usual.num_candidates,
+            "num_refinements": self.num_refinements == usual.num_refinements,
+            "num_probes": self.num_probes in (0, usual.num_probes),
+            "near_share": self.near_share in (0, usual.near_share),
+        }
+        for name, is_allowed in allowed.items():
             value = getattr(self, name)
-            if value != 0 and value not in [getattr(config, name) for config in usual]:
+            if not is_allowed:
                 refuse(
                     f"{name}={value!r} has no effect in the causal form: leave it at its default, or give the layers "
                     "of a decoder hyperparameters of their own",
@@ -108,7 +118,7 @@ class NearFarConfig(MethodConfig):
 def _nearfar_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> NearFarOptions:
     own = {x: getattr(config, x) for x in NearFarOptions._fields if hasattr(config, x)}
     own |= {"num_candidates": max(config.exact_length, config.num_candidates), "draws": draws}
-    return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p)
+    return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p, with_lse=options.with_lse)
 
 
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -118,7 +128,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
         form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
         form = functools.partial(form, options=_nearfar_options(config, options, draws))
         return without_padding(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
-    chosen = split_columns(config.exact_length, options.scale, options.dropout_p)
+    chosen = split_columns(config.exact_length, options.scale, options.dropout_p, options.with_lse)
     form = functools.partial(causal_nearfar_attention, options=chosen)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)  # (B, H, N, Dv)
 
@@ -129,7 +139,8 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
     draws = Draws(options.seed, query.device)
     chosen = _nearfar_options(config, options, draws)
     if options.is_causal:
-        form = functools.partial(causal_nearfar_naive, options=split_columns(config.exact_length, scale))
+        sizes = split_columns(config.exact_length, scale, with_lse=options.with_lse)
+        form = functools.partial(causal_nearfar_naive, options=sizes)
         return by_heads(form, query, key, value, options, moves_valid_first=True)
 
     def of_one_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:  # (BH, N, .)
@@ -137,8 +148,8 @@ def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, opti
             if bias:
                 return biased_nearfar_naive(query, key, value, bias[0], chosen)
             return nearfar_naive(query, key, value, chosen)
-        scores = scale * query.double() @ key.double().mT  # (BH, Nq, Nk)
-        return (scores + bias[0].of_pairs() if bias else scores).softmax(2) @ value.double()  # (BH, Nq, Dv)
+        scores = scale * query.double() @ key.double().mT + (bias[0].of_pairs() if bias else 0.0)  # (BH, Nq, Nk)
+        return dense_softmax(scores, value.double(), with_lse=options.with_lse)  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 

@@ -30,10 +30,9 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
 from hf_efficient_attn.methods._shared.heads import exactly, unflatten_heads
-from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.registry import check_parameters, register_method
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.nystrom import LandmarkOptions, add_convolution, landmark_attention, landmark_naive
 from hf_efficient_attn.ops.shards import Shards

@@ -55,6 +55,7 @@ class ScatterbrainConfig(MethodConfig):
     rectangular = False
     budget = (("block_size", 1), ("num_features", 1))
     exact_budget = ("block_size",)
+    knows_lse = True
     summary = "a window or hashed blocks exactly, and positive random features for the rest"
     paper_url = "https://arxiv.org/abs/2110.15343"
     near = "a block of positions or of a hash"
@@ -91,22 +92,22 @@ def _plan(
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     is_causal = options.is_causal
-    scale = options.scale
-    dropout_p = options.dropout_p
-    features = favor(config.num_features, scale, query.shape[3], Draws(options.seed, query.device))
+    call: dict[str, float] = {"scale": options.scale, "dropout_p": options.dropout_p}
+    features = favor(config.num_features, options.scale, query.shape[3], Draws(options.seed, query.device))
     if options.distance_bias is not None:
 
         def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:  # (BH, N, .)
             size = config.block_size
-            return biased_block_attention(query, key, value, bias, features, size, scale=scale, dropout_p=dropout_p)
+            return biased_block_attention(query, key, value, bias, features, size, **call)
 
         return without_padding(biased, query, key, value, options, config.exact_length)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
         plan, size = _plan(config, query, key, key_mask, options)
+        # (BH, N, Dv)
         out = block_attention(
-            query, key, value, plan, features, size, is_causal=is_causal, scale=scale, dropout_p=dropout_p
-        )  # (BH, N, Dv)
+            query, key, value, plan, features, size, is_causal=is_causal, with_lse=options.with_lse, **call
+        )
         return out if key_mask is None else out.masked_fill(~key_mask[:, :, None], 0.0)
 
     return by_heads(form, query, key, value, options, config.exact_length)  # (B, H, N, Dv)
@@ -141,7 +142,8 @@ def naive(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor,
         query = query.double()
         key = key.double()
         scores = torch.where(near, query @ key.mT * options.scale, log_weights_naive(query, key, features))
-        return dense_softmax(scores, value, key_mask, options.is_causal)  # (BH, N, Dv)
+        # (BH, N, Dv)
+        return dense_softmax(scores, value, key_mask, options.is_causal, with_lse=options.with_lse)
 
     return by_heads(form, query, key, value, options)  # (B, H, N, Dv)
 

@@ -26,6 +26,7 @@ the numerator.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.clusters import even_positions
 from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.thinning import choose_pivots
 from hf_efficient_attn.ops.wildcat import Coreset, attend_to_coreset, coreset_naive, kernel_scale_of
@@ -51,6 +53,7 @@ class WildCatConfig(MethodConfig):
     causal = False
     rectangular = True
     exact_budget = ("num_samples",)
+    knows_lse = True
     summary = "attention to a coreset of keys whose weights make up for all other keys"
     paper_url = "https://arxiv.org/abs/2602.10056"
     near = "none"
@@ -87,12 +90,11 @@ def _choose(config: WildCatConfig, query: Tensor, key: Tensor, num_heads: int, o
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     num_heads = query.shape[1]
-    scale = options.scale
-    dropout_p = options.dropout_p
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p, "with_lse": options.with_lse}
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         coreset = _choose(config, query, key, num_heads, options)
-        return attend_to_coreset(query, key, value, coreset, scale=scale, dropout_p=dropout_p)  # (BH, Nq, Dv)
+        return attend_to_coreset(query, key, value, coreset, **call)  # (BH, Nq, Dv)
 
     return without_padding(form, query, key, value, options, config.num_samples)  # (B, H, Nq, Dv)
 
@@ -101,16 +103,16 @@ def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, opti
     """Readable form, with dense weights of all keys."""
     num_heads = query.shape[1]
     count = config.num_samples
-    scale = options.scale
+    call: dict[str, Any] = {"scale": options.scale, "with_lse": options.with_lse}
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
         query = query.double()
         key = key.double()
         value = value.double()
         if key.shape[1] <= count:
-            return (scale * query @ key.mT).softmax(-1) @ value  # (BH, Nq, Nk) @ (BH, Nk, Dv)
+            return dense_softmax(options.scale * query @ key.mT, value, with_lse=options.with_lse)  # (BH, Nq, Dv)
         coreset = _choose(config, query, key, num_heads, options)
-        return coreset_naive(query, key, value, coreset, scale=scale)  # (BH, Nq, Dv)
+        return coreset_naive(query, key, value, coreset, **call)  # (BH, Nq, Dv)
 
     return without_padding(form, query, key, value, options)  # (B, H, Nq, Dv)
 

@@ -39,8 +39,10 @@ __all__ = [
     "block_attention",
     "keeps_pairs",
     "merge",
+    "output_of",
     "safe_row_max",
     "takes_blocks",
+    "with_sinks",
 ]
 # exp(x) = 2^(x LOG2_E): on the CPU exp2 takes a fraction of the time of exp.
 LOG2_E = 1.0 / math.log(2.0)
@@ -69,6 +71,26 @@ def merge(*partials: Partial) -> Partial:
     for part, weight in zip(outs[1:], weights[1:], strict=True):
         out.addcmul_(part.to(out.dtype), (weight / total).unsqueeze(-1))
     return Partial(out.to(outs[0].dtype), (total.log() + row_max).masked_fill(empty, -torch.inf))
+
+
+def output_of(partial: Partial, with_lse: bool) -> Tensor:
+    """Return the output (..., Nq, Dv), and `with_lse` the lse as one more column, all in the dtype of the lse."""
+    out, lse = partial
+    return torch.cat((out.to(lse.dtype), lse.unsqueeze(-1)), -1) if with_lse else out
+
+
+def with_sinks(columns: Tensor, sinks: Tensor) -> Tensor:
+    """Add sinks to the denominators of outputs.
+
+    Args:
+        columns: (B, H, Nq, Dv + 1), outputs and their lse as `output_of` returns them.
+        sinks: (H,), the score of one more key of each head, whose value is 0.
+
+    Returns:
+        (B, H, Nq, Dv) in the dtype of `columns`.
+    """
+    sinks = sinks.to(columns.dtype).clamp(min=torch.finfo(columns.dtype).min)  # the lse may be -inf as well
+    return columns[..., :-1] * torch.sigmoid(columns[..., -1:] - sinks[:, None, None])
 
 
 def attend(

@@ -5,11 +5,13 @@ position of the key minus the position of the query. Larger distances have the b
 ever made, only the bias of some blocks of queries at a time.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_efficient_attn.ops.attend import attend, keeps_pairs
+from hf_efficient_attn.ops.attend import Partial, attend, keeps_pairs, output_of
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.index import pad_to_blocks
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -31,6 +33,7 @@ def exact_attention(
     is_causal: bool,
     scale: float,
     dropout_p: float = 0.0,
+    with_lse: bool = False,
 ) -> Tensor:
     """Compute softmax(scale * query key^T) value.
 
@@ -42,22 +45,24 @@ def exact_attention(
         is_causal: whether query i attends to the keys up to i only. Then Nq = Nk.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
+        with_lse: whether to return the lse as well (`output_of`).
 
     Returns:
-        (BH, Nq, Dv); 0 for queries without a key.
+        (BH, Nq, Dv or Dv + 1); 0 for queries without a key.
     """
     batch_heads, q_len, head_dim = query.shape
     kv_len = key.shape[1]
     # PyTorch's causal kernel multiplies the -inf of later keys with the scale, which must therefore be positive.
     is_plain = key_mask is None and dropout_p == 0.0 and head_dim == value.shape[2] and scale > 0.0
-    if is_causal and is_plain and query.dtype != torch.float64:
+    if is_causal and is_plain and not with_lse and query.dtype != torch.float64:
         # One kernel. There is none for float64 on an accelerator, where the plain form holds all pairs.
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale).squeeze(0)
     bias = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (BH, 1, 1, Nk)
 
     def attend_blocks(blocks: Tensor) -> Tensor:
-        return attend(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p).out
+        found = attend(blocks, key[:, None], value[:, None], bias, scale=scale, dropout_p=dropout_p)
+        return output_of(found, with_lse)
 
     if not is_causal:
         blocks = pad_to_blocks(query, min(q_len, _BLOCK_Q))  # (BH, T, block_q, D)
@@ -66,7 +71,8 @@ def exact_attention(
         size = slice_size(batch_heads * blocks.shape[2] * kv_len, query.device)
         return sliced(attend_blocks, blocks, size=size, dim=1, draws=dropout_p > 0.0).flatten(1, 2)[:, :q_len]
     query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-    return biased_exact(query, key, value, None, key_mask, is_causal=True, scale=scale, dropout_p=dropout_p).squeeze(1)
+    call: dict[str, Any] = {"scale": scale, "dropout_p": dropout_p, "with_lse": with_lse}
+    return biased_exact(query, key, value, None, key_mask, is_causal=True, **call).squeeze(1)
 
 
 def bias_of(table: Tensor, distance: Tensor) -> Tensor:
@@ -103,6 +109,8 @@ def biased_exact(
     is_causal: bool,
     scale: float,
     dropout_p: float = 0.0,
+    window: int | None = None,
+    with_lse: bool = False,
 ) -> Tensor:
     """Compute softmax(scale * query key^T + bias) value, some queries at a time.
 
@@ -116,9 +124,11 @@ def biased_exact(
             Otherwise query i is at position i.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
+        window: the number of keys on one side, its own included, that a query attends to; None for all.
+        with_lse: whether to return the lse as well (`output_of`).
 
     Returns:
-        (B, H, Nq, Dv); 0 for queries without a key.
+        (B, H, Nq, Dv or Dv + 1); 0 for queries without a key.
     """
     _, _, q_len, _ = query.shape
     kv_len = key.shape[2]
@@ -126,30 +136,45 @@ def biased_exact(
     offset = kv_len - q_len if is_causal else 0
     table = None if table is None else table.to(accumulation_dtype(query.dtype))
     valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
+    left = q_len + kv_len if window is None else window - 1
+    right = 0 if is_causal else left
     outs = []
     for start in range(0, q_len, _BLOCK_Q):
         block = query[:, :, start : start + _BLOCK_Q]  # (B, H, block_q, D)
         positions = torch.arange(start, start + block.shape[2], device=device)[:, None] + offset  # (block_q, 1)
-        end = max(1, min(kv_len, offset + start + block.shape[2])) if is_causal else kv_len
-        distance = torch.arange(end, device=device) - positions  # (block_q, Nk)
-        bias = mask_bias(distance <= (0 if is_causal else kv_len), query.dtype)[None, None]  # (1, 1, block_q, Nk)
+        end = max(1, min(kv_len, offset + start + block.shape[2] + right))
+        first = max(0, min(end - 1, offset + start - left))
+        distance = torch.arange(first, end, device=device) - positions  # (block_q, Nk)
+        in_window = distance <= right if window is None else (distance <= right) & (distance >= -left)
+        bias = mask_bias(in_window, query.dtype)[None, None]  # (1, 1, block_q, Nk)
         bias = bias if table is None else bias + bias_of(table, distance)
-        bias = bias if valid is None else bias + valid[..., :end]  # (B or 1, H or 1, block_q, Nk)
+        bias = bias if valid is None else bias + valid[..., first:end]  # (B or 1, H or 1, block_q, Nk)
         if bias.shape[:2] != (1, 1):
             bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]  # (BH, 1, block_q, Nk)
         # The heads of a sequence take the place of the blocks of `attend`.
         # (BH, 1, ., .) each
-        rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, :end], value[:, :, :end]))
-        out = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p).out  # (BH, 1, block_q, Dv)
-        outs.append(out[:, 0].unflatten(0, query.shape[:2]))  # (B, H, block_q, Dv)
+        rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, first:end], value[:, :, first:end]))
+        found = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p)  # (BH, 1, block_q, Dv)
+        outs.append(output_of(found, with_lse)[:, 0].unflatten(0, query.shape[:2]))  # (B, H, block_q, Dv)
     return torch.cat(outs, 2)  # (B, H, Nq, Dv)
 
 
-def dense_softmax(scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """Compute attention from scores (..., Nq, Nk), values (..., Nk, Dv), mask (..., Nk); 0 for a query without keys."""
+def dense_softmax(
+    scores: Tensor,
+    value: Tensor,
+    key_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    with_lse: bool = False,
+) -> Tensor:
+    """Compute attention from scores (..., Nq, Nk), values (..., Nk, Dv), mask (..., Nk); 0 for a query without keys.
+
+    The result (..., Nq, Dv) has the dtype of the values, and float64 `with_lse`, which is then one more column.
+    """
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)  # (Nq, Nk)
         scores = scores.masked_fill(future, -torch.inf)
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(-2), -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ value.double()).to(value.dtype)  # (..., Nq, Dv)
+    out = scores.softmax(-1).nan_to_num(0.0) @ value.double()  # (..., Nq, Dv)
+    return output_of(Partial(out, scores.logsumexp(-1)), True) if with_lse else out.to(value.dtype)

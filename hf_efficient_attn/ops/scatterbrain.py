@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge
+from hf_efficient_attn.ops.attend import LOG2_E, Partial, attend, merge, output_of
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.draws import Draws
@@ -61,6 +61,7 @@ def block_attention(
     is_causal: bool,
     scale: float,
     dropout_p: float,
+    with_lse: bool = False,
 ) -> Tensor:
     """Compute attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
     length = query.shape[1]
@@ -73,10 +74,10 @@ def block_attention(
             value = take(value, own.key_order)
         tokens = [pad_to_blocks(x, size) for x in (query, key, value)]  # (BH, T, size, .)
         if is_causal:
-            out = _causal_blocks(tokens, features, attend_to, dropout_p)
+            found = _causal_blocks(tokens, features, attend_to, dropout_p)
         else:
-            out = _bidirectional_blocks(tokens, length, own, features, attend_to, dropout_p)
-        out = out.flatten(1, 2)[:, :length]
+            found = _bidirectional_blocks(tokens, length, own, features, attend_to, dropout_p)
+        out = output_of(found, with_lse).flatten(1, 2)[:, :length]
         return out if own.query_order is None else take(out, inverse(own.query_order))
 
     slices = slice_size(length * max(count_of(features, Tokens(query, key, value, None)), 2 * size), query.device)
@@ -90,7 +91,7 @@ def _bidirectional_blocks(
     features: Features,
     attend_to: Callable[..., Partial],
     dropout_p: float,
-) -> Tensor:
+) -> Partial:
     """Compute attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to all others' features."""
     query, key, value = tokens
     num_blocks, size = key.shape[1:3]
@@ -108,12 +109,12 @@ def _bidirectional_blocks(
         key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
         state = FeatureState(sums, state.log.gather(1, block))
     near = attend_to(query, key, value, bias)  # (BH, T, S, Dv)
-    return merge(near, query_state(query, state, features, dropout_p)).out
+    return merge(near, query_state(query, state, features, dropout_p))
 
 
 def _causal_blocks(
     tokens: list[Tensor], features: Features, attend_to: Callable[..., Partial], dropout_p: float
-) -> Tensor:
+) -> Partial:
     """Compute attention of blocks (BH, T, S, .) to the block before, to their own block causally, and to features.
 
     The features represent all earlier blocks. Masked tokens come last.
@@ -127,7 +128,7 @@ def _causal_blocks(
     near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
     state = others(add_to_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
     far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
-    return torch.cat((first.out, merge(near, far).out), 1)
+    return Partial(*(torch.cat(x, 1) for x in zip(first, merge(near, far), strict=True)))
 
 
 def biased_block_attention(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from hf_efficient_attn.ops.attend import attend
+from hf_efficient_attn.ops.attend import Partial, attend, output_of
 from hf_efficient_attn.ops.backends.devices import in_float64, precise_dtype
 from hf_efficient_attn.ops.clusters import RIDGE, gaussian_kernel, regularized_solve, with_ones
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -47,7 +47,14 @@ def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
 
 
 def attend_to_coreset(
-    query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *, scale: float, dropout_p: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    coreset: Coreset,
+    *,
+    scale: float,
+    dropout_p: float,
+    with_lse: bool = False,
 ) -> Tensor:
     """Compute attention to a coreset with Nystrom weights.
 
@@ -58,36 +65,43 @@ def attend_to_coreset(
         coreset: the coreset.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight from the numerator.
+        with_lse: whether to return the lse as well (`output_of`).
 
     Returns:
-        (BH, Nq, Dv).
+        (BH, Nq, Dv or Dv + 1).
     """
     limit = 1.0 / (1.0 - dropout_p)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset) -> Tensor:
-        weighted, bias, middle, half = _weighted(key, value, coreset, drops=dropout_p > 0.0)
+        weighted, bias, middle, half, factor = _weighted(key, value, coreset, drops=dropout_p > 0.0, with_lse=with_lse)
         tensors = query[:, None].to(weighted.dtype), coreset.keys[:, None]
-        sums = attend(*tensors, weighted[:, None], bias, scale=scale).out[:, 0]  # (BH, Nq, Dv + 1)
+        sums, lse = (x[:, 0] for x in attend(*tensors, weighted[:, None], bias, scale=scale))  # (BH, Nq, Dv + 1)
         numerator = sums[..., :-1]  # (BH, Nq, Dv)
         denominator = sums[..., -1:]  # (BH, Nq, 1)
         if dropout_p > 0.0:
             numerator = attend(*tensors, weighted[:, None, :, :-1], bias, scale=scale, dropout_p=dropout_p).out[:, 0]
         # Where the denominator is not positive, this divides by infinity.
         ratio = numerator / threshold(denominator, LEAST_DENOMINATOR, torch.inf)
-        return torch.addcmul(middle, ratio.clamp(-limit, limit), half)
+        out = torch.addcmul(middle, ratio.clamp(-limit, limit), half)
+        if not with_lse:
+            return out
+        total = denominator.clamp(min=RIDGE).log() + factor  # (BH, Nq, 1); less is rounding of the ridge
+        total = total + scale * torch.bmm(query.to(total.dtype), coreset.mean.mT)
+        return output_of(Partial(out, lse + total.squeeze(2)), True)
 
     size = slice_size(query.shape[1] * coreset.keys.shape[1] // 4, query.device)
     return sliced(some_heads, query, key, value, coreset, size=size, draws=dropout_p > 0.0)
 
 
-def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool) -> tuple[Tensor, ...]:
+def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool, with_lse: bool) -> tuple[Tensor, ...]:
     """Weigh the values by a coreset, for keys (BH, Nk, D).
 
     Numerator and denominator of the output are exp(scale q . k + bias) @ [values, ones].
 
     Returns:
         (BH, m, Dv + 1), the weights applied to the values, as multiples of `half` around `middle`, and to 1; the bias
-        (BH, 1, 1, m); and `middle` and `half` (BH, 1, Dv), of the range of each feature of the values.
+        (BH, 1, 1, m); `middle` and `half` (BH, 1, Dv), of the range of each feature of the values; and the log of the
+        factor (BH, 1, 1) that numerator and denominator lack.
     """
     keys, kernel_scale, mean = coreset
     # Sum the kernel's row of each coreset key over all keys: exp(lse) [out, 1].
@@ -105,8 +119,8 @@ def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool) -> t
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(keys.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    weighted, bias = _solved(keys, kernel_scale, lse, (out - middle) / unit)
-    return weighted.to(keys.dtype), bias.view(len(key), 1, 1, -1).to(keys.dtype), middle, half
+    weighted, bias, factor = _solved(keys, kernel_scale, lse, (out - middle) / unit, with_lse)
+    return weighted.to(keys.dtype), bias.view(len(key), 1, 1, -1).to(keys.dtype), middle, half, factor.to(keys.dtype)
 
 
 def _sums_in_float16(key: Tensor, value: Tensor, coreset: Coreset) -> tuple[Tensor, Tensor]:
@@ -133,21 +147,30 @@ def _as_float16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @in_float64
-def _solved(keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Weigh the means (BH, m, Dv) and 1 by the inverse of the kernel matrix of the coreset: (BH, m, Dv + 1) and a bias.
+def _solved(
+    keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor, with_lse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weigh the means (BH, m, Dv) and 1 by the inverse of the kernel matrix of the coreset.
+
+    Returns (BH, m, Dv + 1), a bias (BH, m, 1), and the log of the common factor (BH, 1, 1).
 
     In float64, because a kernel matrix is nearly singular, and sums of exponentials differ by orders of magnitude.
     """
     points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
     log_size = -0.5 * points.square().sum(2, keepdim=True)  # (BH, m, 1)
-    weights = (lse.unsqueeze(2) + log_size).softmax(1)  # (BH, m, 1), up to a factor of all
+    logs = lse.unsqueeze(2) + log_size  # (BH, m, 1)
+    weights = logs.softmax(1)
     weighted = regularized_solve(gaussian_kernel(points), with_ones(values) * weights, RIDGE)
-    # The size of the weights goes into the exponent of the query.
-    size = torch.linalg.vector_norm(weighted.detach(), torch.inf, 2, keepdim=True).clamp(min=1e-300)  # (BH, m, 1)
-    return weighted / size, size.log() + log_size
+    # The size of the weights goes into the exponent of the query. Of outputs it has no gradient, but of the least lse.
+    size = torch.linalg.vector_norm(weighted if with_lse else weighted.detach(), torch.inf, 2, keepdim=True).clamp(
+        min=1e-300
+    )  # (BH, m, 1)
+    return weighted / size, size.log() + log_size, logs.logsumexp(1, keepdim=True)
 
 
-def coreset_naive(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *, scale: float) -> Tensor:
+def coreset_naive(
+    query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *, scale: float, with_lse: bool = False
+) -> Tensor:
     """Compute `attend_to_coreset` in the readable form for float64 inputs, with dense weights of all keys."""
     keys, kernel_scale, mean = coreset
     key = key - mean
@@ -156,7 +179,8 @@ def coreset_naive(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *
     half_norm = 0.5 * (root * keys).square().sum(2, keepdim=True)  # (BH, m, 1)
     # exp(<x, y> - |x|^2 / 2) relative to its maximum. The logits below contain the missing factors.
     exponents = points @ (root * key).mT - half_norm  # (BH, m, Nk)
-    kernel_rows = (exponents - exponents.amax((1, 2), keepdim=True)).exp()
+    largest = exponents.amax((1, 2), keepdim=True)
+    kernel_rows = (exponents - largest).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
     identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
     weights = torch.linalg.solve(kernel + RIDGE * identity, kernel_rows)  # (BH, m, Nk)
@@ -169,8 +193,14 @@ def coreset_naive(query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *
     ones = weights.sum(2, keepdim=True)
     size = torch.maximum((numerators / half.clamp(min=1e-300)).abs().amax(2), ones[..., 0].abs())
     logits = scale * query @ keys.mT - half_norm.mT  # (BH, Nq, m)
-    basis = (logits - (logits + size.log()[:, None]).amax(2, keepdim=True)).exp()
+    row_max = (logits + size.log()[:, None]).amax(2, keepdim=True)
+    basis = (logits - row_max).exp()
     denominator = basis @ ones  # (BH, Nq, 1)
-    positive = denominator > LEAST_DENOMINATOR * (basis @ size.unsqueeze(2))
+    largest_sum = basis @ size.unsqueeze(2)  # (BH, Nq, 1)
+    positive = denominator > LEAST_DENOMINATOR * largest_sum
     ratio = (basis @ numerators / torch.where(positive, denominator, 1.0)).masked_fill(~positive, 0.0)
-    return middle + torch.maximum(torch.minimum(ratio, half), -half)
+    out = middle + torch.maximum(torch.minimum(ratio, half), -half)
+    lse = (
+        torch.maximum(denominator, RIDGE * largest_sum).log() + row_max + largest + scale * query @ mean.mT
+    )  # (BH, Nq, 1)
+    return output_of(Partial(out, lse.squeeze(2)), with_lse)

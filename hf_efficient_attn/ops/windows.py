@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, keeps_pairs, merge, takes_blocks
+from hf_efficient_attn.ops.attend import (
+    BlockKeys,
+    Partial,
+    attend,
+    block_attention,
+    keeps_pairs,
+    merge,
+    output_of,
+    takes_blocks,
+)
 from hf_efficient_attn.ops.exact import bias_of, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, count_blocks, pad_to_blocks, take
 from hf_efficient_attn.ops.slices import slice_size, sliced
@@ -42,6 +51,7 @@ class WindowCall(NamedTuple):
     is_causal: bool  # whether a query attends to keys up to its own position only
     scale: float  # factor of the scores
     dropout_p: float  # probability of dropping a weight
+    with_lse: bool = False  # whether to return the lse as well (`output_of`)
 
 
 def window_partial(
@@ -133,7 +143,7 @@ def window_attention(
         call: which keys a query attends to.
 
     Returns:
-        (B, H, N, Dv).
+        (B, H, N, Dv or Dv + 1).
     """
     batch, num_heads, length, head_dim = query.shape
     drops = call.dropout_p > 0.0
@@ -183,7 +193,7 @@ def _window_and_global(
     call: WindowCall, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None
 ) -> Tensor:
     """Compute the attention of (BH, N, D) inputs with a mask (1 or BH, N): (BH, N, Dv)."""
-    left, num_global, is_causal, scale, dropout_p = call
+    left, num_global, is_causal, scale, dropout_p, with_lse = call
     length = query.shape[1]
     if not exporting_to_onnx():
         num_global = min(num_global, length)
@@ -191,11 +201,12 @@ def _window_and_global(
     right = 0 if is_causal else left
     window = functools.partial(window_partial, left=left, right=right, scale=scale, dropout_p=dropout_p)
     if not num_global:
-        return window(query, key, value, mask, table).out
+        return output_of(window(query, key, value, mask, table), with_lse)
     tokens = _first_valid(mask, num_global, length, query.device)
     attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
     # The global tokens attend to all tokens. These outputs replace their outputs in the window.
-    of_global = _attention_of_global(query, key, value, mask, tokens, is_causal, attend_to)  # (BH, G, Dv)
+    of_global = output_of(_attention_of_global(query, key, value, mask, tokens, is_causal, attend_to), with_lse)
+    of_global = of_global[:, 0]  # (BH, G, Dv)
     if mask is None and num_global == length:
         return of_global
     found = None
@@ -207,12 +218,13 @@ def _window_and_global(
         own = query[:, first:], key[:, first:], value[:, first:]
         found = merge(window(*own, tokens.local_mask), _attention_to_global(own[0], key, value, tokens, mask, call))
     elif first:
-        found = Partial(found.out[:, first:], found.lse)
+        found = Partial(found.out[:, first:], found.lse[:, first:])
+    out = output_of(found, with_lse)
     if mask is None:
-        return torch.cat((of_global, found.out), 1)
+        return torch.cat((of_global, out), 1)
     is_global = torch.zeros_like(mask).scatter(1, tokens.positions, tokens.valid)  # (1 or BH, N)
-    spread = found.out.scatter(1, tokens.positions[:, :, None].expand_as(of_global), of_global)  # (BH, N, Dv)
-    return torch.where(is_global[:, :, None], spread, found.out)
+    spread = out.scatter(1, tokens.positions[:, :, None].expand_as(of_global), of_global)  # (BH, N, Dv)
+    return torch.where(is_global[:, :, None], spread, out)
 
 
 def _attention_to_global(
@@ -247,15 +259,15 @@ def _attention_of_global(
     tokens: "_GlobalTokens",
     is_causal: bool,
     attend_to: Callable[..., Partial],
-) -> Tensor:
-    """Compute attention of the global tokens to all tokens (BH, N, .): (BH, G, Dv)."""
+) -> Partial:
+    """Compute attention of the global tokens to all tokens (BH, N, .): out (BH, 1, G, Dv) and lse (BH, 1, G)."""
     bias = None if mask is None else mask_bias(mask, query.dtype)[:, None, None]  # (1 or BH, 1, 1, N)
     if is_causal:
         position = torch.arange(query.shape[1], device=query.device)
         earlier = position <= tokens.positions[:, None, :, None]  # (1 or BH, 1, G, N)
         bias = mask_bias(earlier, query.dtype) if bias is None else bias.masked_fill(~earlier, -torch.inf)
     rows = take(query, tokens.positions.expand(query.shape[0], -1))[:, None]  # (BH, 1, G, D)
-    return attend_to(rows, key[:, None], value[:, None], bias).out[:, 0]
+    return attend_to(rows, key[:, None], value[:, None], bias)
 
 
 class _GlobalTokens(NamedTuple):

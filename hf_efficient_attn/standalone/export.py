@@ -30,7 +30,7 @@ from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.checkpoint.source import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.models import is_patched
+from hf_efficient_attn.integration.models import has_sinks, is_patched
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import available_methods, get_method, learns
@@ -115,6 +115,7 @@ def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
         "the model has cross attention": config.is_encoder_decoder or getattr(config, "add_cross_attention", False),
         "the model has several parts": bool(config.sub_configs),
         "the model computes its attention itself": any(map(is_patched, model.modules())),
+        "the model has attention sinks": any(map(has_sinks, model.modules())),
         "the model adds a bias by distance": any(has_distance_bias(type(module)) for module in model.modules()),
     }
     for problem, applies in problems.items():

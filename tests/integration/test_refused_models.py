@@ -218,7 +218,11 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
     refuses(NO_INTERFACE, Base, make(["text.encoder"]))
 
 
-@pytest.mark.parametrize("changes", [{"num_probes": 8}, {"near_share": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_probes": 8}, {"near_share": 0.5}, {"num_groups": 2}, {"num_candidates": 300}, {"num_refinements": 2}],
+    ids=str,
+)
 def test_a_decoder_refuses_hyperparameters_that_its_form_does_not_use(changes):
     """An encoder uses them. A decoder also takes the values that `with_budget` sets."""
     model = tiny_model("gpt2", None)

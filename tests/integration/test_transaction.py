@@ -98,8 +98,9 @@ class FailAt:
         if not frame.f_code.co_filename.startswith(FOLDERS) or frame.f_code.co_flags & inspect.CO_GENERATOR:
             return None
         if event == ("line" if self.lines else "call"):
-            # After a switch that has succeeded, `convert` only returns, which cannot fail.
-            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "return model":
+            # After a switch that has succeeded, the context ends and `convert` returns, neither of which can fail.
+            is_end = frame.f_code is Snapshot.__exit__.__code__ and frame.f_locals["kind"] is None
+            if is_end or linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip() == "return model":
                 return self.look if self.lines else None
             if self.left == 0:
                 self.raised = True

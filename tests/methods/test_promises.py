@@ -29,6 +29,7 @@ from instances import (
     INSTANCES,
     KV_HEADS,
     VARIANTS,
+    WITH_SINKS,
     Instance,
     forms,
     inputs,
@@ -48,6 +49,7 @@ def half_products(monkeypatch):
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
 # Of the variants Longformer, the last one, has a causal form with a bias.
 EVERY = [*forms(), *((variant, False) for variant in VARIANTS), (VARIANTS[-1], True)]
+EVERY += [(instance, is_causal) for instance in WITH_SINKS for is_causal in instance.forms]
 MATRIX = [
     pytest.param(name, i, c, id=f"{name}-{i}{'-causal' if c else ''}")
     for (name, promise), (i, c) in product(PROMISES.items(), EVERY)

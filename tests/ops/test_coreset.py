@@ -1,7 +1,4 @@
-"""Coresets: pivots, the regularized solve for the weights, candidates for pivots, the causal form, and kernel halving.
-
-The promises compare the causal form with its readable form.
-"""
+"""Coresets: pivots, the regularized solve for the weights, candidates for pivots, and kernel halving."""
 
 import itertools
 
@@ -9,16 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import promises
 from each import close
-from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.ops import clusters, thinning
 from hf_efficient_attn.ops.clusters import candidate_positions, nearest
 from hf_efficient_attn.ops.draws import Draws, draw_sizes
-from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive, split_columns
 from hf_efficient_attn.ops.nearfar.landmarks import draw_apart, gumbel_numbers
 from hf_efficient_attn.ops.thinning import choose_pivots
-from instances import CONTENTS, inputs, numbers, padding_mask, relative_error
+from instances import CONTENTS, numbers, padding_mask
 
 CONTENT = {"normal": lambda x, *_: [x], **CONTENTS}
 
@@ -145,63 +139,6 @@ def test_a_draw_apart_does_not_repeat_a_cluster():
     chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel, 256)
     assert (chosen[0] % 100).unique().numel() == 100
     assert chosen.unique().numel() == 256
-
-
-# The causal form.
-
-
-def tensors(length, seed=0):
-    """Query, key with a mean, and value: (4, N, 8), (4, N, 8), (4, N, 5)."""
-    query, key, value = (x[0] for x in inputs(1, 4, length, value_dim=5, seed=seed, dtype=torch.float64))
-    return 1.5 * query, 1.5 * key + 0.5, value
-
-
-def causal(query, key, value, columns, scale=8**-0.5, **changes):
-    options = split_columns(columns, scale, Draws(0, CPU))
-    return causal_nearfar_attention(
-        query, key, value, options._replace(of_prefix=options.of_prefix._replace(**changes))
-    )
-
-
-def exact(*tensors, scale=None):
-    return exact_output(*(x[None] for x in tensors), is_causal=True, scale=scale)[0]
-
-
-def test_the_first_positions_and_short_sequences_are_exact():
-    """Up to `num_exact` positions the output is softmax attention; after that it is not."""
-    given = tensors(60)
-    out, expected = causal(*given, 16), exact(*given)
-    assert split_columns(16, 1.0, Draws(0, CPU)).num_exact == 24
-    close(out[:, :24], expected[:, :24])
-    assert relative_error(out[:, 24:], expected[:, 24:]) > 0.01
-    close(causal(*(x[:, :20] for x in given), 16), expected[:, :20])
-
-
-def test_a_constant_in_all_keys_and_equal_keys():
-    """Softmax does not see a constant, and the coreset removes it. Where all keys equal a landmark it is exact."""
-    query, key, value = tensors(200)
-    close(causal(query, key + 5.0, value, 32), causal(query, key, value, 32), 1e-7)
-    key = key[:, :3].repeat(1, 67, 1)[:, :200]
-    assert relative_error(causal(query, key, value, 64), exact(query, key, value)) < 1e-4
-
-
-def test_near_keys_by_content_serve_heads_that_look_far_back():
-    """Each query attends to the token 500 positions before it, which landmarks do not tell from others."""
-    topic = numbers(2, 16, 32)[:, torch.randint(16, (1200,), generator=torch.Generator().manual_seed(0))]
-    key = 4.0 * torch.nn.functional.normalize(topic + 0.3 * numbers(2, 1200, 32, seed=1), dim=2)
-    given = [x.float() for x in (key.roll(500, 1) * 1.5, key, numbers(2, 1200, 8, seed=2))]
-    expected = exact(*given, scale=1.0)
-    found = [causal(*given, 96, scale=1.0, block_size=near) for near in (0, 36)]
-    errors = [relative_error(out[:, 600:], expected[:, 600:]) for out in found]
-    assert errors[1] < 0.5 * errors[0]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_tiny_far_weights_do_not_round_the_near_field_away(seed):
-    """Lengths that differ by orders of magnitude give landmarks whose weights are tiny beside their scores."""
-    given = [x * 3.0 ** numbers(4, 60, 1, seed=10 + i) for i, x in enumerate(tensors(60, seed))]
-    expected = causal_nearfar_naive(*given, split_columns(4, 1.7, Draws(0, CPU)))
-    promises.assert_close(causal(*given, 4, scale=1.7), expected, 1e-9)
 
 
 # Kernel halving, for the Thinformer.

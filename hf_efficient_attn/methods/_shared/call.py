@@ -20,7 +20,6 @@ from hf_efficient_attn.methods._shared.registry import (
     get_method,
     make_config,
     methods_with,
-    parameter_shapes,
     parameters_of_slice,
 )
 from hf_efficient_attn.ops import tracing
@@ -43,6 +42,7 @@ class Arguments(NamedTuple):
     parameters: Mapping[str, Tensor] | None = None
     distance_bias: Tensor | None = None  # (H, 2R + 1)
     heads: HeadSlice | None = None
+    sinks: Tensor | None = None  # (H,)
     some_parameters: Mapping[str, Tensor] = {}  # learned parameters that were given by name, if `parameters` is None
 
 
@@ -60,6 +60,7 @@ def attention(
     parameters: Mapping[str, Tensor] | None = None,
     distance_bias: Tensor | None = None,
     heads: HeadSlice | None = None,
+    sinks: Tensor | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute attention by any method of this package.
@@ -85,6 +86,8 @@ def attention(
         heads: the number of the first of the H heads and the number of all heads, if the layer has more than these H,
             because other processes hold the rest. A head's output is the same as in one call with all heads.
             `parameters` belong to the H heads (`parameters_of_slice`).
+        sinks: (H,), attention sinks, as GPT-OSS has them: the score of one more key of each head, whose value is 0. For
+            some methods only (`MethodConfig.knows_lse`).
         **hyperparameters: values that replace values of the config. Learned parameters can be given here as well, as
             tensors by name. Missing parameters have the values that a conversion starts from.
 
@@ -96,7 +99,7 @@ def attention(
             the mask is not (B, Nk); `is_causal` with a method that has no causal form; Nq != Nk with a method that has
             no rectangular form.
     """
-    arguments = Arguments(attention_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias, heads)
+    arguments = Arguments(attention_mask, is_causal, scale, dropout_p, seed, parameters, distance_bias, heads, sinks)
     config, arguments = _with_hyperparameters(method_or_config, arguments, hyperparameters)
     check_types(config, (query, key, value), arguments)
     if tracing.in_transform(query, key, value, arguments):
@@ -116,10 +119,11 @@ def naive_attention(
     seed: int | None = 0,
     parameters: Mapping[str, Tensor] | None = None,
     distance_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     **hyperparameters: Any,
 ) -> Tensor:
     """Compute the readable form of a method, with dense (Nq, Nk) matrices; see `attention` for the arguments."""
-    arguments = Arguments(attention_mask, is_causal, scale, 0.0, seed, parameters, distance_bias)
+    arguments = Arguments(attention_mask, is_causal, scale, 0.0, seed, parameters, distance_bias, None, sinks)
     config, arguments = _with_hyperparameters(method_or_config, arguments, hyperparameters)
     check_types(config, (query, key, value), arguments)
     return _attention("naive", dataclasses.replace(config, compute_dtype="auto"), query, key, value, arguments)
@@ -152,7 +156,7 @@ def _in_transform(config: MethodConfig, query: Tensor, key: Tensor, value: Tenso
     if arguments.seed is None:
         arguments = arguments._replace(seed=tracing.draw_seed(query.device))
     learned = arguments.some_parameters if arguments.parameters is None else arguments.parameters
-    others = (arguments.distance_bias, arguments.seed, *learned.values())
+    others = (arguments.distance_bias, arguments.sinks, arguments.seed, *learned.values())
     return tracing.call_in_transform(
         functools.partial(_attention, "forward", config),
         (query, key, value, arguments),
@@ -167,7 +171,7 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check a call, and turn its arguments into what a method gets, with key heads that are not repeated."""
     check_call(config, query, key, value, arguments)
-    mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, _ = arguments
+    mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, sinks, _ = arguments
     if parameters is None:
         parameters = _all_parameters(config, query, key, value, arguments)
     scale = (query.shape[3] or 1) ** -0.5 if scale is None else float(scale)
@@ -178,7 +182,7 @@ def prepare(
             "give the number of the first head, and of all heads in all processes"
         )
     options = AttentionOptions(
-        mask, is_causal, scale, dropout_p, seed if heads is None else HeadSeed(seed, heads), parameters, bias
+        mask, is_causal, scale, dropout_p, seed if heads is None else HeadSeed(seed, heads), parameters, bias, sinks
     )
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
         query = query.bfloat16()
@@ -218,9 +222,9 @@ def compute(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Call the form "forward" or "naive" of a method with what `prepare` returns: (B, H, Nq, Dv)."""
-    batch, num_heads, q_len, head_dim = query.shape
+    batch, num_heads, q_len, _ = query.shape
     kv_len = key.shape[2]
-    learned = (*options.parameters.values(), options.distance_bias)
+    learned = (*options.parameters.values(), options.distance_bias, options.sinks)
     if query.numel() == 0 or kv_len == 0:
         out = value.new_zeros(batch, num_heads, q_len, value.shape[3])
         return with_zero_gradients(out, query, key, value, *learned)  # (B, H, Nq, Dv)
@@ -231,9 +235,10 @@ def compute(
         form = "decode"
     elif offset < 0:  # the first queries come before all keys
         query = query[:, :, -offset:]  # (B, H, Nk, D)
-    elif offset > 0:  # give queries to the keys before the first query, and drop their outputs below
-        query = torch.cat((query.new_zeros(batch, num_heads, offset, head_dim), query), 2)  # (B, H, Nk, D)
     key, value = repeat_kv(query, key, value)  # (B, H, Nk, .)
+    if form != "decode" and offset > 0:
+        # Keys stand for the queries of the tokens before the first query. Their outputs are dropped below.
+        query = torch.cat((key[:, :, :offset].detach().to(query.dtype), query), 2)  # (B, H, Nk, D)
     # Entering PyTorch's context takes as long as the checks of a call.
     kind = query.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
@@ -241,7 +246,7 @@ def compute(
             out = call_in_graph(form, config, query, key, value, options)
         else:
             # Of short sequences the output may not depend on what is learned.
-            out = with_zero_gradients(getattr(method, form)(config, query, key, value, options), *learned)
+            out = with_zero_gradients(method.compute(form, config, query, key, value, options), *learned)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)  # (B, H, Nq, Dv)
     return out[:, :, out.shape[2] - q_len :] if offset else out  # (B, H, Nq, Dv)
@@ -252,7 +257,7 @@ def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Argu
     # A user's values may have other types than the annotated ones.
     values: dict[str, Any] = arguments._asdict()
     given = dict(zip(("query", "key", "value"), tensors, strict=True))
-    given |= {name: values[name] for name in ("attention_mask", "distance_bias") if values[name] is not None}
+    given |= {name: values[name] for name in ("attention_mask", "distance_bias", "sinks") if values[name] is not None}
     for name, x in given.items():
         if not isinstance(x, Tensor):
             refuse(no_tensor(name, x), config)
@@ -324,33 +329,14 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
             refuse(f"it cannot add a bias by distance to the scores{where}. Methods that can: {can}", config)
         if bias.ndim != 2 or bias.shape[0] != num_heads or bias.shape[1] % 2 == 0:
             refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}", config)
+    sinks = arguments.sinks
+    if sinks is not None and not config.knows_lse:
+        can = ", ".join(methods_with("knows_lse"))
+        refuse(f"it does not know the sum of its weights, to which sinks are added. Methods that do: {can}", config)
+    if sinks is not None and (sinks.shape != (num_heads,) or bias is not None):
+        refuse(f"sinks must be ({num_heads},), without a distance_bias; got {tuple(sinks.shape)}", config)
     if not 0.0 <= arguments.dropout_p < 1.0:
         refuse(f"dropout_p={arguments.dropout_p!r} must be at least 0 and below 1", config)
-
-
-def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
-    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
-
-    Args:
-        config: the config of the method.
-        query: (B, H, Nq, D).
-        options: the options of the call.
-        grouped: whether a parameter may belong to the key heads, of which H is a multiple.
-    """
-    _, num_heads, _, head_dim = query.shape
-    given = options.parameters
-    shapes = parameter_shapes(config, num_heads=num_heads, head_dim=head_dim)
-    for name in shapes or [name for name in config.learned_parameters if name in given]:
-        found = tuple(given[name].shape) if name in given else ()
-        shape = shapes.get(name, ())
-        is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
-        if not shape or not is_count or found[1:] != shape[1:]:
-            tensor = (
-                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
-            )
-            advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
-            what = f"{config} and {num_heads} heads with head_dim={head_dim}"
-            refuse(f"{name} {found or None} does not match {what}: {advice}", config)
 
 
 def refuse_tracing(config: MethodConfig) -> None:

@@ -66,6 +66,8 @@ class MethodConfig:
         exact_budget: the hyperparameters whose sum is `exact_length`, unless the method defines that itself.
         decodes_exactly: True if decoding attends to all cached keys exactly. `hea.NearFarCache` can then take the place
             of these keys.
+        knows_lse: True if the forms return the lse of each query, the log of the sum of its weights, where
+            `AttentionOptions.sinks` ask for it. Then models with attention sinks can use the method.
         adds_causal_bias: True if the causal form can add a bias by distance, as `adds_distance_bias` says of the other.
         exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for the
             length and mask of the example. All other methods are refused there.
@@ -104,6 +106,7 @@ class MethodConfig:
     budget: ClassVar[tuple[tuple[str, int], ...]] = ()
     exact_budget: ClassVar[tuple[str, ...]] = ()
     decodes_exactly: ClassVar[bool] = False
+    knows_lse: ClassVar[bool] = False
     adds_causal_bias: ClassVar[bool] = False
     exportable: ClassVar[bool] = False
     default_rank: ClassVar[int | None] = None
@@ -268,6 +271,9 @@ class AttentionOptions(NamedTuple):
         distance_bias: (H, 2R + 1), the bias of the scores of each head for the distances -R to R of the key from the
             query. Larger distances have the bias for -R or R. None for no bias. Only methods whose config says
             `adds_distance_bias` get one.
+        sinks: (H,), attention sinks: the score of one more key of each head, whose value is 0; or None. Only methods
+            whose config says `knows_lse` get them. A form does not use their values: it returns the lse of each query
+            as one more column of its output, (B, H, Nq, Dv + 1), in float32, or float64 for float64 inputs.
     """
 
     key_mask: Tensor | None
@@ -277,6 +283,12 @@ class AttentionOptions(NamedTuple):
     seed: Seed
     parameters: Mapping[str, Tensor]
     distance_bias: Tensor | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def with_lse(self) -> bool:
+        """Whether the forms return the lse as well."""
+        return self.sinks is not None
 
 
 class HiddenProjections(NamedTuple):
@@ -335,7 +347,7 @@ class ShardedForm(Generic[ConfigT]):
 
 
 # The arguments of `attention` besides tensors and hyperparameters, and what other packages call them.
-ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads")
+ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads", "sinks")
 MASK_ADVICE = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
 _BIAS = "use distance_bias, which depends on the distance alone; a bias for every pair is not supported"
 _NO_WEIGHTS = "leave it out, because no matrix of weights is computed"

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods._shared.call import check_parameters
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, Recurrence, ShardedForm, option
-from hf_efficient_attn.methods._shared.registry import register_method
+from hf_efficient_attn.methods._shared.registry import check_parameters, register_method
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.features.maps import LEARNED, NAMES, features_of_maps, log_weight_of_zeros, start_map

@@ -6,10 +6,11 @@ form again for its gradient. Graphs for ONNX contain the form itself, if the met
 
 Arguments of the operator:
 
-- tensors: query, key, value, the learned parameters and, if there is one, the bias by distance. They have gradients.
+- tensors: query, key, value, the learned parameters and, if there are any, the bias by distance or the sinks. They have
+  gradients.
 - others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; the seed of dropout, if there is any.
-- text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, is_causal,
-  scale, dropout_p, as Python code.
+- text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, whether there
+  are sinks, is_causal, scale, dropout_p, as Python code.
 - needs_grad: whether a gradient may be needed, on which a form may depend. Also True if the seed is drawn, as in
 training.
 """
@@ -37,14 +38,13 @@ def call_in_graph(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Call the form "forward" or "decode" of the config's method by the operator, with the form's arguments."""
-    mask, is_causal, scale, dropout_p, seed, parameters, bias = options
-    tensors = [query, key, value, *parameters.values(), *([] if bias is None else [bias])]
+    mask, is_causal, scale, dropout_p, seed, parameters, *last = options
+    tensors = [query, key, value, *parameters.values(), *[x for x in last if x is not None]]
     # This builds Python code in a way that all versions of PyTorch can trace.
     values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
     heads = [int(x) for x in seed.heads] if isinstance(seed, HeadSeed) else []
-    more = (
-        f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {is_causal!r}, {float(scale)!r}, {float(dropout_p)!r}"
-    )
+    more = f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {options.sinks is not None!r}, {is_causal!r}"
+    more += f", {float(scale)!r}, {float(dropout_p)!r}"
     others = [torch.as_tensor(seed_value(seed), device=query.device), *([] if mask is None else [mask])]
     if dropout_p:
         others.append(draw_seed(query.device))
@@ -65,7 +65,7 @@ def _constant(value: Any) -> Any:
 
 def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     """Run the eager form."""
-    form, values, names, heads, has_mask, is_causal, scale, dropout_p = ast.literal_eval(text)
+    form, values, names, heads, has_mask, has_sinks, is_causal, scale, dropout_p = ast.literal_eval(text)
     seed = others[0]
     mask = others[1] if has_mask else None
     draws = others[-1] if dropout_p else None
@@ -73,12 +73,12 @@ def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     method = get_method(values.pop("method"))
     number = int(seed)
     seed_of_heads: Seed = HeadSeed(number, HeadSlice(*heads)) if heads else number
-    bias = learned.pop() if len(learned) > len(names) else None  # (H, 2R + 1)
+    last = learned.pop() if len(learned) > len(names) else None
+    bias, sinks = (None, last) if has_sinks else (last, None)  # (H, 2R + 1) or (H,)
     parameters = dict(zip(names, learned, strict=True))
-    options = AttentionOptions(mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias)
+    options = AttentionOptions(mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias, sinks)
     with torch.autocast(query.device.type, enabled=False), with_draws_of(draws, query.device):
-        out: Tensor = getattr(method, form)(make_config(method.info.name, **values), query, key, value, options)
-    return out
+        return method.compute(form, make_config(method.info.name, **values), query, key, value, options)
 
 
 @contextlib.contextmanager

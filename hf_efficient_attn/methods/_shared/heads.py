@@ -47,12 +47,12 @@ def by_heads(
     if not moves_valid_first:
         return unflatten_heads(form(query, key, value, mask), shape)
     if mask is None:
-        return unflatten_heads(form(query, key, value).to(value.dtype), shape)
+        return unflatten_heads(form(query, key, value).to(_dtype(value, options)), shape)
     order = valid_first(mask)  # (BH, N)
     masked = ~mask[:, :, None]  # (BH, N, 1)
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
     query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))  # (BH, N, .) each
-    out = take(form(query, key, value).to(value.dtype), inverse(order))  # (BH, N, Dv)
+    out = take(form(query, key, value).to(_dtype(value, options)), inverse(order))  # (BH, N, Dv)
     return unflatten_heads(out.masked_fill(masked, 0.0), shape)
 
 
@@ -73,12 +73,13 @@ def without_padding(
     """
     table = options.distance_bias
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
+    with_lse = options.with_lse
 
     def form_of_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
         if key.shape[1] > exact_length:
-            return form(query, key, value, *bias).to(value.dtype)
+            return form(query, key, value, *bias).to(_dtype(value, options))
         if not bias:
-            return exact_attention(query, key, value, is_causal=False, **call)
+            return exact_attention(query, key, value, is_causal=False, with_lse=with_lse, **call)
         return attend(query[:, None], key[:, None], value[:, None], bias[0].of_pairs()[:, None], **call).out[:, 0]
 
     def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # (BH, N, .)
@@ -97,7 +98,8 @@ def without_padding(
         found = counts.unique(dim=0).tolist()
         if found == [[query.shape[1], key.shape[1]]]:
             return form_of_length(query, key, value, *bias)
-        out = value.new_zeros(*query.shape[:2], value.shape[2])  # (BH, Nq, Dv)
+        # (BH, Nq, Dv)
+        out = value.new_zeros(*query.shape[:2], value.shape[2] + with_lse, dtype=_dtype(value, options))
         if all(0 in count for count in found):
             return with_zero_gradients(out, query, key, value, table)
         for count in found:
@@ -116,14 +118,15 @@ def without_padding(
 def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Compute exact attention (B, H, Nq, Dv), by PyTorch's function if that takes the mask and stores no pairs."""
     mask, is_causal, scale, dropout_p = options[:4]
+    with_lse = options.with_lse
     if options.distance_bias is not None:
         bias = options.distance_bias
         return biased_exact(query, key, value, bias, mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     # PyTorch's causal kernel gives NaN unless the scale is positive.
-    if dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
+    if with_lse or dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
-        out = exact_attention(*flat, is_causal=is_causal, scale=scale, dropout_p=dropout_p)  # (BH, Nq, Dv)
-        return unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
+        call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "with_lse": with_lse}
+        return unflatten_heads(exact_attention(*flat, **call), query.shape)  # (B, H, Nq, Dv)
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)  # (B, H, Nq, Dv)
@@ -133,9 +136,8 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
-    scale = options.scale
-    dropout_p = options.dropout_p
-    return biased_exact(query, key, value, None, options.key_mask, is_causal=True, scale=scale, dropout_p=dropout_p)
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p, "with_lse": options.with_lse}
+    return biased_exact(query, key, value, None, options.key_mask, is_causal=True, **call)
 
 
 def is_training(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
@@ -145,6 +147,11 @@ def is_training(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     return needs_grad or options.dropout_p > 0.0 or isinstance(seed_value(options.seed), Tensor)
+
+
+def _dtype(value: Tensor, options: AttentionOptions) -> torch.dtype:
+    """The dtype of the output of a form."""
+    return accumulation_dtype(value.dtype) if options.with_lse else value.dtype
 
 
 def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:

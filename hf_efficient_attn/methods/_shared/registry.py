@@ -14,11 +14,14 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, shown, unknown_m
 from hf_efficient_attn.methods._shared.config import (
     ARGUMENTS,
     AttentionForward,
+    AttentionOptions,
     ConfigT,
     MethodConfig,
     Recurrence,
     ShardedForm,
+    refuse,
 )
+from hf_efficient_attn.ops.attend import with_sinks
 from hf_efficient_attn.ops.shards import HeadSlice
 from hf_efficient_attn.ops.tracing import unrecorded
 
@@ -75,6 +78,13 @@ class Method:
     recurrence: Recurrence[Any] | None
     forward_hidden_states: Callable[..., Tensor] | None
     sharded: ShardedForm[Any] | None = None
+
+    def compute(
+        self, form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """Call the form "forward", "naive" or "decode", and add the sinks to its denominators: (B, H, Nq, Dv)."""
+        out: Tensor = getattr(self, form)(config, query, key, value, options)
+        return out if options.sinks is None else with_sinks(out, options.sinks).to(value.dtype)
 
 
 class _Methods(dict[str, Method]):
@@ -303,6 +313,31 @@ def parameter_shapes(
     sizes = {"num_heads": num_heads, "head_dim": head_dim, "value_dim": 1, "max_length": max_length}
     initial = functools.partial(get_method(config.method).initial_parameters, config, **sizes)
     return {name: x.shape for name, x in unrecorded(initial).items()}
+
+
+def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
+    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
+
+    Args:
+        config: the config of the method.
+        query: (B, H, Nq, D).
+        options: the options of the call.
+        grouped: whether a parameter may belong to the key heads, of which H is a multiple.
+    """
+    _, num_heads, _, head_dim = query.shape
+    given = options.parameters
+    shapes = parameter_shapes(config, num_heads=num_heads, head_dim=head_dim)
+    for name in shapes or [name for name in config.learned_parameters if name in given]:
+        found = tuple(given[name].shape) if name in given else ()
+        shape = shapes.get(name, ())
+        is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
+        if not shape or not is_count or found[1:] != shape[1:]:
+            tensor = (
+                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
+            )
+            advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
+            what = f"{config} and {num_heads} heads with head_dim={head_dim}"
+            refuse(f"{name} {found or None} does not match {what}: {advice}", config)
 
 
 def learns(config: MethodConfig) -> bool:

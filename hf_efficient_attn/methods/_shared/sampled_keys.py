@@ -1,5 +1,6 @@
 """The near field of blocks and the far field of sampled keys that KDEformer and HyperAttention share."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class SampledKeysConfig(MethodConfig):
     # This split was among the best on activations of pretrained models.
     budget = (("block_size", 1), ("num_samples", 3))
     decodes_exactly = True
+    knows_lse = True
     adds_distance_bias = True
 
     block_size: int = option(256, "Keys that each query attends to exactly: the near field.", minimum=1)
@@ -99,6 +101,7 @@ def _sampling_options(config: SampledKeysConfig, query: Tensor, options: Attenti
         shared=config.columns == "all",
         dropout_p=options.dropout_p,
         table=None if options.distance_bias is None else options.distance_bias.repeat(query.shape[0], 1),
+        with_lse=options.with_lse,
     )
 
 
@@ -121,6 +124,7 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
     sampling = _sampling_options(config, query, options)
     q_len = query.shape[2]
     kv_len = key.shape[2]
+    dense = functools.partial(dense_softmax, with_lse=options.with_lse)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:  # (BH, N, .)
         table = sampling.table
@@ -128,14 +132,14 @@ def naive(config: SampledKeysConfig, query: Tensor, key: Tensor, value: Tensor, 
         bias = 0.0 if table is None else bias_of(table.double(), position[:kv_len] - position[:q_len, None])
         scores = query.double() @ key.double().mT * options.scale  # (BH, Nq, Nk)
         if kv_len <= config.exact_length:
-            return dense_softmax(scores + bias, value, key_mask, options.is_causal)
+            return dense(scores + bias, value, key_mask, options.is_causal)
         if options.is_causal:
             plans = causal.plan_intervals(query, key, value, sampling)
             weights = dense_causal_log_weights(plans, q_len, sampling.causal_block, config.exact_length, query)
         else:
             plan = bidirectional.make_plan(query, key, value, key_mask, sampling)
             weights = dense_log_weights(*plan, q_len, kv_len) + bias  # (BH, Nq, Nk)
-        return dense_softmax(scores + weights, value)  # (BH, Nq, Dv)
+        return dense(scores + weights, value)  # (BH, Nq, Dv)
 
     moves = options.is_causal and kv_len > config.exact_length
     return by_heads(form, query, key, value, options, moves_valid_first=moves)  # (B, H, Nq, Dv)

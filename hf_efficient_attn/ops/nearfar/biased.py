@@ -137,7 +137,7 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
         near_centers = take(center, landmark.flatten(1)).unflatten(1, landmark.shape[1:])  # (BH, T, w, D)
         counted = attend(blocks, near_centers, near_value, key_bias, **call)
         parts = (Partial(x.out, x.lse.unsqueeze(3)) for x in (far, counted, exact))
-        return replace_counted(*parts).flatten(1, 2)[:, : query.shape[1]]  # (BH, Nq, Dv)
+        return replace_counted(*parts).out.flatten(1, 2)[:, : query.shape[1]]  # (BH, Nq, Dv)
 
     columns = window.key_index.shape[0] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
     draws = options.dropout_p > 0.0

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, takes_blocks
+from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, output_of, takes_blocks
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
 from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, weighted_sums, with_ones
 from hf_efficient_attn.ops.index import integers, take
@@ -39,6 +39,7 @@ from hf_efficient_attn.ops.nearfar.groups import (
     find_near_keys,
     group_queries,
     near_attention,
+    output_around,
     replace_counted,
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
@@ -76,14 +77,17 @@ def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFa
         options: how landmarks and near keys are chosen.
 
     Returns:
-        (BH, Nq, Dv).
+        (BH, Nq, Dv or Dv + 1). The probes do not correct the lse.
     """
     probes = compute_probes(query, key, value, options) if options.num_probes else None
-    centered = key - key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
+    mean = key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
+    centered = key - mean
     landmarks = choose_landmarks(query, centered, options)
     keys = _Keys(centered, value, landmarks.key, *represent(centered, value, landmarks))
-    out = _attend(query, keys, _heads_with_near_keys(query, keys, probes, options), options)
-    return out if probes is None else correct_by_probes(query, out, probes)
+    columns = _attend(query, keys, _heads_with_near_keys(query, keys, probes, options), options)
+    out = columns[..., : value.shape[2]]
+    out = out if probes is None else correct_by_probes(query, out, probes)
+    return output_around(mean, Partial(out, columns[..., -1]), query, options)
 
 
 class _Keys(NamedTuple):
@@ -102,16 +106,17 @@ class _Keys(NamedTuple):
 def _attend(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
     """Compute attention before the correction, for the heads with near keys, bool (BH,), or None: (BH, Nq, Dv)."""
     if has_near is None:
-        return _attend_to_landmarks(query, keys, options).out
+        return output_of(_attend_to_landmarks(query, keys, options), options.with_lse)
     if not selects_heads(query.device):
         return _attend_with_near_keys(query, keys, has_near, options)
     some, others = (x.nonzero()[:, 0] for x in (has_near, ~has_near))
     if not len(others):
         return _attend_with_near_keys(query, keys, None, options)
     if not len(some):
-        return _attend_to_landmarks(query, keys, options).out
+        return output_of(_attend_to_landmarks(query, keys, options), options.with_lse)
     of_some, of_others = ((query[i], _Keys(*(x[i] for x in keys))) for i in (some, others))
-    outs = _attend_with_near_keys(*of_some, None, options), _attend_to_landmarks(*of_others, options).out
+    of_landmarks = output_of(_attend_to_landmarks(*of_others, options), options.with_lse)
+    outs = _attend_with_near_keys(*of_some, None, options), of_landmarks
     return torch.cat(outs).index_select(0, torch.cat((some, others)).argsort())
 
 
@@ -255,7 +260,8 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
         if has_near is not None:
             parts = [Partial(x.out, x.lse.masked_fill(~has_near[:, None], -torch.inf)) for x in parts]
         exact, counted, far = (Partial(x.out, x.lse.unsqueeze(2)) for x in (*parts, far))
-        return replace_counted(far, counted, exact).view(*queries.shape[:3], -1).to(queries.dtype)
+        found = replace_counted(far, counted, exact)
+        return output_of(found, options.with_lse).view(*queries.shape[:3], -1).to(queries.dtype)
     near_value = take(keys.value, near)
     sums, total, near_bias = _without(keys, near, near_value, has_near)
     value, log_weight = means_and_logs(sums, total, LEAST_SHARE * keys.total.unsqueeze(1))  # (BH, G, m, .), (BH, G, m)
@@ -269,11 +275,12 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
         own = keys.key.shape[1] + integers(log_weight[0].numel(), near.device).view_as(log_weight[0])  # (G, m)
         blocks = blocks._replace(listed=torch.cat((near, own.expand_as(log_weight)), 2))
         key = torch.cat((keys.key.to(queries.dtype), center.flatten(1, 2)), 1)  # (BH, Nk + G m, D)
-        found = block_attention(rows, key, torch.cat((keys.value, value.flatten(1, 2)), 1), blocks, **call)
-        assert found is not None
-        return found.out.view(*queries.shape[:3], -1)
+        of_blocks = block_attention(rows, key, torch.cat((keys.value, value.flatten(1, 2)), 1), blocks, **call)
+        assert of_blocks is not None
+        return output_of(of_blocks, options.with_lse).view(*queries.shape[:3], -1)
     key = torch.cat((take(keys.key, near).to(queries.dtype), center), 2)  # (BH, G, w + m, D)
-    return attend(queries, key, torch.cat((near_value, value), 2), bias.unsqueeze(2), **call).out
+    found = attend(queries, key, torch.cat((near_value, value), 2), bias.unsqueeze(2), **call)
+    return output_of(found, options.with_lse)
 
 
 def _without(keys: _Keys, near: Tensor, value: Tensor, has_near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -325,7 +332,8 @@ def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOpt
 def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options: NearFarOptions) -> Tensor:
     query, key, value = tensors
     choice, landmark, near = chosen
-    key = key - key.mean(0)
+    mean = key.mean(0)
+    key = key - mean
     c, tilt = landmarks_naive(query, key, choice, options)  # (m, D), (D,)
     exact, of_landmarks = scores_naive(query, key, c[landmark], tilt, options)  # (Nq, Nk) each
     # Landmarks that represent near keys only do not count.
@@ -334,7 +342,8 @@ def _naive_head(tensors: tuple[Tensor, ...], chosen: tuple[Tensor, ...], options
     left = torch.where(near, 0.0, weight) @ is_own  # (Nq, m)
     is_rounding = (left <= LEAST_SHARE * weight @ is_own)[:, landmark]  # (Nq, Nk)
     scores = torch.where(near, exact, of_landmarks.masked_fill(is_rounding, -torch.inf))
-    return correct_by_probes_naive(query, scores.softmax(1) @ value, exact, value, options)
+    out = correct_by_probes_naive(query, scores.softmax(1) @ value, exact, value, options)
+    return output_of(Partial(out, scores.logsumexp(1) + options.scale * query @ mean), options.with_lse)
 
 
 def correct_by_probes_naive(

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, embedding_bag, pad
 
-from hf_efficient_attn.ops.attend import Partial, attend, merge, safe_row_max
+from hf_efficient_attn.ops.attend import Partial, attend, merge, output_of, safe_row_max
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most
-from hf_efficient_attn.ops.exact import mask_bias
+from hf_efficient_attn.ops.exact import dense_softmax, mask_bias
 from hf_efficient_attn.ops.index import constant, integers, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.chunks import (
     BASE,
@@ -64,7 +64,7 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         options: see `CausalNearFarOptions`.
 
     Returns:
-        (BH, N, Dv).
+        (BH, N, Dv), and `with_lse` one more column.
     """
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -73,14 +73,15 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         near = _window(query, key, value, options)
         levels = levels_of(query.shape[1], options)
         if not levels:
-            return near.out
+            return output_of(near, options.with_lse)
         index = cluster_index(query, key, levels)
         past = [make_clusters(query, key, value, *own, options.block_size) for own in zip(levels, index, strict=True)]
-        return _with_past(query, near, past, levels, options).out
+        return output_of(_with_past(query, near, past, levels, options), options.with_lse)
 
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     with torch.autocast(query.device.type, enabled=False):
-        return sliced(some_heads, query, key, value, size=size, draws=options.dropout_p > 0.0).to(value.dtype)
+        out = sliced(some_heads, query, key, value, size=size, draws=options.dropout_p > 0.0)
+    return out if options.with_lse else out.to(value.dtype)
 
 
 def _window(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Partial:
@@ -226,11 +227,11 @@ def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the numbers of x (R, n, m) above the bounds (R, n, 1): three indices, int64 (P,) each, by rows."""
     width = x.shape[2] // _COMPARED
     parts = x[..., : width * _COMPARED].unflatten(2, (_COMPARED, width))
-    row, place, column = (parts.amax(2) > bound).nonzero(as_tuple=True)
+    row, place, column = (parts.amax(2) > bound).nonzero().unbind(1)
     some = parts.transpose(2, 3)[row, place, column] > bound[row, place]  # (P', _COMPARED)
-    which, step = some.nonzero(as_tuple=True)
+    which, step = some.nonzero().unbind(1)
     found = row[which], place[which], column[which] + step * width
-    last, at, end = (x[..., width * _COMPARED :] > bound).nonzero(as_tuple=True)
+    last, at, end = (x[..., width * _COMPARED :] > bound).nonzero().unbind(1)
     rest = last, at, end + width * _COMPARED
     first, second, third = (torch.cat(y) for y in zip(found, rest, strict=True))
     return first, second, third
@@ -317,14 +318,20 @@ def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
     heads = zip(query.double(), key.double(), value.double(), strict=True)
     outs = []
     for head, (q, k, v) in enumerate(heads):
-        outs.append(_naive_head(q, k, v, levels, [x[head] for x in index], options.block_size))
+        outs.append(_naive_head(q, k, v, levels, [x[head] for x in index], options))
     return torch.stack(outs)
 
 
 def _naive_head(
-    query: Tensor, key: Tensor, value: Tensor, levels: tuple[Level, ...], index: list[Tensor], block_size: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    levels: tuple[Level, ...],
+    index: list[Tensor],
+    options: CausalNearFarOptions,
 ) -> Tensor:
     """Compute the output (N, Dv) of a head with clusters int64 (M, leaf) of each level."""
+    block_size = options.block_size
     position = torch.arange(len(query), device=query.device)
     block = position // block_size
     exact = query @ key.mT  # (N, N)
@@ -348,4 +355,4 @@ def _naive_head(
         is_exact = is_exact | torch.zeros_like(is_exact).scatter(1, members.flatten().expand(len(query), -1), keys)
     exact = exact.masked_fill(~is_exact | is_later, -torch.inf)
     far = torch.cat([exact[:, :0], *scores], 1).masked_fill(is_chosen, -torch.inf)
-    return torch.cat((exact, far), 1).softmax(1) @ torch.cat([value, *values])
+    return dense_softmax(torch.cat((exact, far), 1), torch.cat([value, *values]), with_lse=options.with_lse)

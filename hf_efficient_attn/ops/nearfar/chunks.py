@@ -36,17 +36,18 @@ class CausalNearFarOptions(NamedTuple):
     block_size: int  # tokens of a block, a power of two times `leaf`
     leaf: int  # keys of a cluster of the smallest chunks
     scale: float
-    dropout_p: float
+    dropout_p: float = 0.0
+    with_lse: bool = False  # whether to return the lse as well (`hf_efficient_attn.ops.attend.output_of`)
 
 
-def split_columns(columns: int, scale: float, dropout_p: float = 0.0) -> CausalNearFarOptions:
+def split_columns(columns: int, scale: float, dropout_p: float = 0.0, with_lse: bool = False) -> CausalNearFarOptions:
     """Choose sizes for a budget of keys per query: a block for half of it, in at most four clusters.
 
     Sizes are rounded up, so that the window of two blocks has at least as many keys as the budget.
     """
     leaf = max(1, (columns + 7) // 8)
     clusters = 1 << min(2, (max(1, columns - 1) // 2).bit_length())
-    return CausalNearFarOptions(leaf * clusters, leaf, scale, dropout_p)
+    return CausalNearFarOptions(leaf * clusters, leaf, scale, dropout_p, with_lse)
 
 
 class Level(NamedTuple):

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.attend import Partial, attend, output_of
 from hf_efficient_attn.ops.backends.devices import halved, widened
 from hf_efficient_attn.ops.clusters import even_positions, identity, matrix_power
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
+from hf_efficient_attn.ops.nearfar.landmarks import NearFarOptions
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Queries are compared along this many directions, along which this many evenly spaced keys vary most. The variance of
@@ -171,12 +172,27 @@ def near_attention(
     return exact, counted
 
 
-def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Tensor:
-    """Remove `counted`, a part of `far`, and add `exact`; each is out (..., Nq, Dv) and lse (..., Nq, 1)."""
+def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Partial:
+    """Remove `counted`, a part of `far`, and add `exact`; each is out (..., Nq, Dv) and lse (..., Nq, 1).
+
+    The lse of the result is (..., Nq).
+    """
     with torch.no_grad():
         ref = torch.maximum(far.lse, exact.lse)
     of_far, of_counted, of_exact = ((x.lse - ref).exp() for x in (far, counted, exact))  # (..., Nq, 1) each
     total = of_far - of_counted + of_exact  # (..., Nq, 1)
     is_rounding = total <= LEAST_SHARE * of_far
     sums = torch.addcmul(torch.addcmul(far.out * of_far, counted.out, of_counted, value=-1.0), exact.out, of_exact)
-    return torch.where(is_rounding, exact.out, sums / total.masked_fill(is_rounding, 1.0))
+    total = total.masked_fill(is_rounding, 1.0)
+    lse = torch.where(is_rounding, exact.lse, total.log() + ref)
+    return Partial(torch.where(is_rounding, exact.out, sums / total), lse.squeeze(-1))
+
+
+def output_around(mean: Tensor, partial: Partial, query: Tensor, options: NearFarOptions) -> Tensor:
+    """Return `output_of` the attention of queries (BH, Nq, D) to keys from which their mean (BH, 1, D) was subtracted.
+
+    The lse is that of the keys themselves.
+    """
+    if not options.with_lse:
+        return partial.out
+    return output_of(Partial(partial.out, partial.lse + options.scale * (query.to(mean.dtype) @ mean.mT)[..., 0]), True)

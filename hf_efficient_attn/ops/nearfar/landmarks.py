@@ -53,6 +53,7 @@ class NearFarOptions(NamedTuple):
     scale: float  # factor of the attention scores
     draws: Draws  # the random numbers by which the keys are drawn that the clusters begin with
     dropout_p: float = 0.0  # probability of dropping a weight from the numerator
+    with_lse: bool = False  # whether to return the lse as well (`hf_efficient_attn.ops.attend.output_of`)
 
     @property
     def root(self) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.backends.devices import widened
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, widened
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar import attempts
@@ -48,6 +48,7 @@ class Forms(NamedTuple):
     columns: int  # number of columns of a head's first attempt
     length: int  # the number of keys from which on an approximation with these columns is worthwhile
     draws: Draws  # the random numbers of the rows that bound the error
+    with_lse: bool = False  # whether both forms return the lse as well (`hf_efficient_attn.ops.attend.output_of`)
 
 
 def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
         scale: factor of the scores.
 
     Returns:
-        The output (BH, Nq, Dv), and the columns of every head, int64 (BH,); 0 for an exact head.
+        The output (BH, Nq, Dv or Dv + 1), and the columns of every head, int64 (BH,); 0 for an exact head.
     """
     batch_heads, q_len, _ = heads.query.shape
     kv_len = heads.key.shape[1]
@@ -71,7 +72,9 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
     )
     if kv_len > 2 * NUM_KEYS:  # in shorter sequences an attempt costs less than the copy
         schedule.expect(widened(screening_error(*heads, scale=scale)).view(shape))
-    out = heads.value.new_empty(batch_heads, q_len, heads.value.shape[2])
+    value_dim = heads.value.shape[2]
+    dtype = accumulation_dtype(heads.value.dtype) if forms.with_lse else heads.value.dtype
+    out = heads.value.new_empty(batch_heads, q_len, value_dim + forms.with_lse, dtype=dtype)
     columns = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     choice = schedule.choose()
     while bool(choice.heads.any()):
@@ -81,7 +84,7 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
             if len(index):
                 some = heads.select(index)
                 part = forms.approximate(*some, count)
-                bound = _bound(some, part, forms, scale, attempts.NUM_ROWS)
+                bound = _bound(some, part[..., :value_dim], forms, scale, attempts.NUM_ROWS)
                 bounds.view(-1)[index] = widened(bound)
                 good = bound <= forms.max_error
                 out[index[good]] = part[good]

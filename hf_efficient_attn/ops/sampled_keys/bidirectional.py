@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import attend, block_attention, keeps_pairs, takes_blocks
+from hf_efficient_attn.ops.attend import attend, block_attention, keeps_pairs, output_of, takes_blocks
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
@@ -311,7 +311,7 @@ def near_far_attention(
         options: the options of the plan.
 
     Returns:
-        (BH, Nq, Dv).
+        (BH, Nq, Dv or Dv + 1).
     """
     call = {"scale": options.scale, "dropout_p": options.dropout_p}
     first = near.start.unsqueeze(2)  # (BH, T, 1)
@@ -326,7 +326,7 @@ def near_far_attention(
             keys = keys._replace(listed=near.key_order.gather(1, far_index.flatten(1)).view_as(far_index))
         found = block_attention(query, key, value, keys, **call)
         assert found is not None
-        return found.out
+        return output_of(found, options.with_lse)
     near_index = first + integers(near.block_k, query.device)  # (BH, T, block_k)
     near_bias = torch.zeros_like(near_index, dtype=far_bias.dtype)
     if isinstance(near.num_keys, Tensor):
@@ -363,7 +363,8 @@ def _gathered_attention(
         return out[:, : query.shape[1]] if order is None else take(out, inverse(order))  # (BH, Nq, Dv)
 
     def gathered(blocks: Tensor, key: Tensor, value: Tensor, index: Tensor, bias: Tensor) -> Tensor:
-        return attend(blocks, take(key, index), take(value, index), bias, **call).out  # (BH, T, block_q, Dv)
+        found = attend(blocks, take(key, index), take(value, index), bias, **call)  # (BH, T, block_q, Dv)
+        return output_of(found, options.with_lse)
 
     size = len(query) if table is None else slice_size(query.shape[1] * index.shape[2], query.device)
     given = query, key, value, index, bias, near.query_order, table

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.attend import Partial, attend, output_of
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.index import integers, pad_to_blocks, take
@@ -195,12 +195,14 @@ def causal_near_far_attention(
         options: the options of the plan.
 
     Returns:
-        (BH, N, Dv).
+        (BH, N, Dv or Dv + 1).
     """
     block_size = options.causal_block
     num_exact = options.block_size + options.num_samples
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
-    exact = exact_attention(*(x[:, :num_exact] for x in (query, key, value)), is_causal=True, **call)
+    exact = exact_attention(
+        *(x[:, :num_exact] for x in (query, key, value)), is_causal=True, with_lse=options.with_lse, **call
+    )
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, plans: tuple[IntervalPlan, ...]) -> Tensor:
         near = near_and_samples(query, key, value, [x for x in plans if x.query_block is None], block_size, call)
@@ -224,7 +226,8 @@ def causal_near_far_attention(
                 keys, values = (left_intervals(x, count, length) for x in (key, value))
                 part = hashed_and_sampled(seeing, keys, values, plan, call)
             parts.append(part)
-        return _merge(near, parts, plans, block_size)[:, num_exact - block_size : query.shape[1] - block_size]
+        merged = output_of(_merge(near, parts, plans, block_size), options.with_lse)
+        return merged[:, num_exact - block_size : query.shape[1] - block_size]
 
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     far = sliced(some_heads, query, key, value, tuple(plans), size=size, draws=options.dropout_p > 0.0)
@@ -246,13 +249,13 @@ def _near_partial(query: Tensor, key: Tensor, value: Tensor, block_size: int, ca
     return Partial(out.flatten(1, 2)[:, :q_len], lse.flatten(1, 2)[:, :q_len])
 
 
-def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan], block_size: int) -> Tensor:
-    """Merge the partial of the window, which has all queries, with the partials of the levels: (BH, P, Dv).
+def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan], block_size: int) -> Partial:
+    """Merge the partial of the window, which has all queries, with the partials of the levels: out (BH, P, Dv).
 
     A level has at most half of all queries. So its partial is added to a view of the output.
     """
     if not parts:
-        return near.out
+        return near
     views = [(plan.sample_index.shape[1], block_size << plan.level) for plan in plans]
     padded = max([near.lse.shape[1], *(2 * count * length for count, length in views if count > 1)])
     missing = padded - near.lse.shape[1]
@@ -265,7 +268,7 @@ def _merge(near: Partial, parts: Sequence[Partial], plans: Sequence[IntervalPlan
     out = pad(near.out, (0, 0, 0, missing)) * weights[0].unsqueeze(-1)  # (BH, P, Dv)
     for i, (part, view) in enumerate(zip(parts, views, strict=True), 1):
         _seen_by(out, *view).addcmul_(part.out.to(out.dtype), _seen_by(weights[i], *view).unsqueeze(-1))
-    return out.to(near.out.dtype)
+    return Partial(out.to(near.out.dtype), lses.logsumexp(0))
 
 
 def dense_causal_log_weights(

@@ -51,6 +51,7 @@ class SamplingOptions(NamedTuple):
     dropout_p: float = 0.0  # probability of dropping a weight
     # (BH, 2R + 1), the bias of the scores by distance (`hf_efficient_attn.ops.exact`), or None.
     table: Tensor | None = None
+    with_lse: bool = False  # whether to return the lse as well (`hf_efficient_attn.ops.attend.output_of`)
 
     @property
     def causal_block(self) -> int:

@@ -1,0 +1,104 @@
+"""The causal form of nearfar: chunks of the past, landmarks, and clusters that every query chooses.
+
+The promises compare it with its readable form.
+"""
+
+import pytest
+import torch
+
+from each import close
+from hf_efficient_attn.analysis import exact_output
+from hf_efficient_attn.ops.nearfar import causal as causal_nearfar
+from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive
+from hf_efficient_attn.ops.nearfar.chunks import cluster_index, levels_of, split_columns
+from instances import inputs, numbers, relative_error
+
+
+def tensors(length, seed=0):
+    """Query, key with a mean, and value: (4, N, 8), (4, N, 8), (4, N, 5)."""
+    query, key, value = (x[0] for x in inputs(1, 4, length, value_dim=5, seed=seed, dtype=torch.float64))
+    return 1.5 * query, 1.5 * key + 0.5, value
+
+
+def causal(query, key, value, columns, scale=8**-0.5):
+    return causal_nearfar_attention(query, key, value, split_columns(columns, scale))
+
+
+def exact(*tensors, scale=None):
+    return exact_output(*(x[None] for x in tensors), is_causal=True, scale=scale)[0]
+
+
+@pytest.mark.parametrize("columns", range(1, 41))
+def test_the_window_has_at_least_the_budget_and_clusters_fill_blocks(columns):
+    options = split_columns(columns, 1.0)
+    assert columns <= 2 * options.block_size <= 2 * columns + 16
+    for chunk, leaf in levels_of(10_000, options):
+        clusters = chunk // leaf
+        assert chunk % leaf == 0 and clusters & (clusters - 1) == 0
+
+
+def test_the_first_two_blocks_are_exact():
+    given = tensors(60)
+    out, expected = causal(*given, 16), exact(*given)
+    close(out[:, :16], expected[:, :16])
+    assert relative_error(out[:, 40:], expected[:, 40:]) > 0.01
+    close(causal(*(x[:, :16] for x in given), 16), expected[:, :16])
+
+
+def test_each_key_is_in_one_cluster_of_its_chunk():
+    query, key, _ = tensors(300)
+    levels = levels_of(300, split_columns(8, 1.0))
+    assert [level.chunk for level in levels] == [4, 16, 64, 256]
+    for (chunk, leaf), index in zip(levels, cluster_index(query, key, levels), strict=True):
+        of_chunk = index.view(4, -1, chunk)
+        assert index.shape[2] == leaf
+        assert torch.equal(of_chunk.sort()[0].flatten(1), torch.arange(of_chunk[0].numel()).expand(4, -1))
+
+
+@pytest.mark.parametrize("columns", [4, 20])
+def test_the_output_depends_neither_on_later_tokens_nor_on_the_length(columns):
+    """Around every boundary of blocks, spans and chunks, and for any later tokens."""
+    block = split_columns(columns, 1.0).block_size
+    given = [x[:2] for x in tensors(22 * block)]
+    whole = causal(*given, columns)
+    cuts = {n * block + off for n in (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 20, 21) for off in (-1, 0, 1)}
+    for cut in sorted(cuts):
+        close(causal(*(x[:, :cut] for x in given), columns), whole[:, :cut], 1e-9)
+        later = [torch.cat((x[:, :cut], 9.0 * numbers(2, x.shape[1] - cut, x.shape[2], seed=cut)), 1) for x in given]
+        close(causal(*later, columns)[:, :cut], whole[:, :cut], 1e-9)
+
+
+def test_a_constant_in_all_keys_and_equal_keys():
+    """Softmax does not see a constant. Where all keys of a cluster are equal its landmark is exact."""
+    query, key, value = tensors(200)
+    close(causal(query, key + 5.0, value, 32), causal(query, key, value, 32), 1e-7)
+    key = key[:, :1].expand_as(key)
+    assert relative_error(causal(query, key, value, 32), exact(query, key, value)) < 1e-9
+
+
+def test_every_query_finds_single_keys(monkeypatch):
+    """Each query attends to the one key 500 positions before it, which landmarks do not tell from others."""
+    topic = numbers(2, 16, 32)[:, torch.randint(16, (1200,), generator=torch.Generator().manual_seed(0))]
+    key = 6.0 * torch.nn.functional.normalize(topic + numbers(2, 1200, 32, seed=1), dim=2)
+    given = [x.float() for x in (key.roll(500, 1), key, numbers(2, 1200, 8, seed=2))]
+    expected = exact(*given, scale=1.0)
+    errors = []
+    for least in (causal_nearfar._LEAST, 2.0):  # no cluster is chosen
+        monkeypatch.setattr(causal_nearfar, "_LEAST", least)
+        errors.append(relative_error(causal(*given, 96, scale=1.0)[:, 600:], expected[:, 600:]))
+    assert errors[0] < 0.6 * errors[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_that_differ_by_orders_of_magnitude(seed):
+    given = [x * 3.0 ** numbers(4, 60, 1, seed=10 + i) for i, x in enumerate(tensors(60, seed))]
+    close(causal(*given, 4, scale=1.7), causal_nearfar_naive(*given, split_columns(4, 1.7)), 1e-9)
+
+
+def test_dropout_keeps_the_mean():
+    given = [x.float() for x in tensors(120)]
+    options = split_columns(16, 8**-0.5)
+    torch.manual_seed(0)
+    outs = [causal_nearfar_attention(*given, options._replace(dropout_p=0.2)) for _ in range(200)]
+    assert relative_error(torch.stack(outs).mean(0), causal_nearfar_attention(*given, options)) < 0.1
+    assert not torch.equal(outs[0], outs[1])
