@@ -90,7 +90,7 @@ def test_calls_that_are_replaced(name, x):
     assert {outcome for *_, outcome in replacement.counts} == {"replaced"}
     with hea.replace_sdpa(plain, SMALL, min_length=0):
         out = plain(x)
-    assert 1e-3 < relative_error(out[KEYS], exact[KEYS]) < 0.5
+    assert 1e-4 < relative_error(out[KEYS], exact[KEYS]) < 0.5
     if "causal" in name:  # the causal form, in which no later token matters
         with hea.replace_sdpa(plain, SMALL, min_length=0):
             changed = torch.cat((x[:, :40], torch.zeros_like(x[:, 40:])), 1)

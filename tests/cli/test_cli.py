@@ -126,7 +126,7 @@ def test_default_methods():
     assert defaults.default_methods(purpose="demo") == ["auto", "nearfar"]
     for is_causal, is_rectangular in itertools.product((False, True), repeat=2):
         options = {"is_causal": is_causal, "is_rectangular": is_rectangular}
-        options |= {"takes_pictures": False, "has_distance_bias": False}
+        options |= {"takes_pictures": False, "has_distance_bias": False, "has_sinks": False}
         compared = [one.method for one in defaults.default_configs("compare", **options)]
         variants = defaults.default_configs("calibrate", **options)
         names = {config.method for config in variants}

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout, embedding_bag, pad
 
-from hf_efficient_attn.ops.attend import Partial, attend, merge, output_of, safe_row_max
+from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, merge, output_of, safe_row_max
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most
 from hf_efficient_attn.ops.exact import dense_softmax, mask_bias
-from hf_efficient_attn.ops.index import constant, integers, pad_to_blocks, take
+from hf_efficient_attn.ops.index import ceil_div, constant, integers, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.chunks import (
     BASE,
     CausalNearFarOptions,
@@ -49,7 +49,12 @@ class Pairs(NamedTuple):
     """Queries, and clusters that they attend to exactly."""
 
     query: Tensor  # int64 (P,), the place of the query among the BH N queries of all heads
-    cluster: Tensor  # int64 (P,), the place of the cluster among those of all levels of its head
+    cluster: Tensor  # int64 (P,), the place of the cluster among those of its head
+
+    def of(self, start: int, count: int) -> "Pairs":
+        """Return the pairs of `count` clusters, whose places are counted from `start` on."""
+        own = ((self.cluster >= start) & (self.cluster < start + count)).nonzero()[:, 0]
+        return Pairs(self.query[own], self.cluster[own] - start)
 
 
 def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
@@ -66,17 +71,27 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
     Returns:
         (BH, N, Dv), and `with_lse` one more column.
     """
+    levels = levels_of(query.shape[1], options)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
-        query = query * options.scale
+        exact_query = query.to(accumulation_dtype(query.dtype)) * options.scale
+        query = exact_query.to(query.dtype)
         near = _window(query, key, value, options)
-        levels = levels_of(query.shape[1], options)
+        near = Partial(near.out.to(near.lse.dtype), near.lse)
         if not levels:
             return output_of(near, options.with_lse)
-        index = cluster_index(query, key, levels)
-        past = [make_clusters(query, key, value, *own, options.block_size) for own in zip(levels, index, strict=True)]
-        return output_of(_with_past(query, near, past, levels, options), options.with_lse)
+        index = cluster_index(exact_query, key.to(exact_query.dtype), levels)
+        past = []
+        for _, same in itertools.groupby(zip(levels, index, strict=True), lambda pair: pair[0].leaf):
+            equal, own = zip(*same, strict=True)
+            past.append(make_clusters(exact_query, key, value, equal, own, options.block_size))
+        base, pairs = _landmarks(exact_query, near, _columns(past), levels, options)
+        parts = [base]
+        start = 0
+        for clusters in past:
+            parts.append(_chosen(query, clusters, pairs.of(start, clusters.margin.shape[1]), options.dropout_p))
+            start += clusters.margin.shape[1]
+        return output_of(merge(*parts), options.with_lse)
 
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     with torch.autocast(query.device.type, enabled=False):
@@ -123,19 +138,19 @@ def _columns(past: list[Clusters]) -> Columns:
     )
 
 
-def _with_past(
-    query: Tensor, near: Partial, past: list[Clusters], levels: tuple[Level, ...], options: CausalNearFarOptions
-) -> Partial:
-    """Add the past to the windows of queries (BH, N, D), which are times the scale."""
+def _landmarks(
+    query: Tensor, near: Partial, table: Columns, levels: tuple[Level, ...], options: CausalNearFarOptions
+) -> tuple[Partial, Pairs]:
+    """Add landmarks to the windows of queries (BH, N, D), which are times the scale, and choose clusters."""
     batch_heads, length, _ = query.shape
     block = options.block_size
-    starts = tuple(itertools.accumulate((x.margin.shape[1] for x in past), initial=0))
-    table = _columns(past)
+    starts = tuple(itertools.accumulate((length // chunk * (chunk // leaf) for chunk, leaf in levels), initial=0))
     # A span of queries begins a block after chunks of the first level end.
     span = BASE * block
     spans = [pad_to_blocks(x[:, block:], span) for x in (query, near.out, near.lse.unsqueeze(2))]  # (BH, T, span, .)
     num_spans = spans[0].shape[1]
-    step = spans_together(batch_heads * span * starts[-1], query.device)
+    width = sum((BASE - 1) * (chunk // leaf) for chunk, leaf in levels)
+    step = spans_together(batch_heads * span * width, query.device)
     outs = []
     found = []
     for start in range(0, num_spans, step):
@@ -150,13 +165,12 @@ def _with_past(
         position = place + (part + start) * span + block
         pairs = Pairs(head * length + position, seen[part, column])
         if (start + len(seen)) * span + block > length:  # the last span ends with padding
-            exists = position < length
+            exists = (position < length).nonzero()[:, 0]
             pairs = Pairs(*(x[exists] for x in pairs))
         found.append(pairs)
     out, lse = torch.cat(outs, 1)[:, : length - block].split((near.out.shape[2], 1), 2)
     base = Partial(*(torch.cat((x[:, :block], y), 1) for x, y in zip(near, (out, lse.squeeze(2)), strict=True)))
-    pairs = Pairs(*(torch.cat(x) for x in zip(*found, strict=True)))
-    return merge(base, _chosen(query, past, starts, pairs, options.dropout_p))
+    return base, Pairs(*(torch.cat(x) for x in zip(*found, strict=True)))
 
 
 @constant
@@ -164,7 +178,8 @@ def _seen(start: int, count: int, levels: tuple[Level, ...], starts: tuple[int, 
     """Return the clusters that some query of each of `count` spans sees, int64 (count, G).
 
     A level's clusters begin at its number of `starts`. The last number is the place of a landmark without weight, which
-    fills the columns, and is always the last one. The clusters of the first level are in the first columns.
+    fills the columns up to a multiple of `_COMPARED`, and is always the last one. The clusters of the first level are
+    in the first columns.
     """
     rows = []
     for span in range(start, start + count):
@@ -176,7 +191,7 @@ def _seen(start: int, count: int, levels: tuple[Level, ...], starts: tuple[int, 
             low = first + ended // BASE * BASE * clusters
             row += [place if place < end else starts[-1] for place in range(low, first + last * clusters)]
         rows.append(row)
-    width = max(map(len, rows)) + 1
+    width = ceil_div(max(map(len, rows)) + 1, _COMPARED) * _COMPARED
     return torch.tensor([row + [starts[-1]] * (width - len(row)) for row in rows], device=device)
 
 
@@ -209,7 +224,7 @@ def _far(
     near = weight[..., -1:]
     total = score.amax(2, keepdim=True) - weight.amax(2, keepdim=True).log()
     with torch.no_grad():
-        choice = _above(weight[..., :-1], ((1.0 - near) / _MOST).clamp(min=_LEAST))
+        choice = _above(weight, ((1.0 - near) / _MOST).clamp(min=_LEAST))
         row, place, column = choice
         index = (row * weight.shape[1] + place) * weight.shape[2] + column
     far = weight.flatten().index_fill(0, index, 0.0).view_as(weight)  # the last column has no value
@@ -224,52 +239,39 @@ def _far(
 
 
 def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the numbers of x (R, n, m) above the bounds (R, n, 1): three indices, int64 (P,) each, by rows."""
-    width = x.shape[2] // _COMPARED
-    parts = x[..., : width * _COMPARED].unflatten(2, (_COMPARED, width))
+    """Find the numbers of x (R, n, m), except the last of m, above the bounds (R, n, 1): three indices, int64 (P,)."""
+    parts = x.unflatten(2, (_COMPARED, -1))
+    width = parts.shape[3]
     row, place, column = (parts.amax(2) > bound).nonzero().unbind(1)
     some = parts.transpose(2, 3)[row, place, column] > bound[row, place]  # (P', _COMPARED)
+    some[:, -1] &= column < width - 1
     which, step = some.nonzero().unbind(1)
-    found = row[which], place[which], column[which] + step * width
-    last, at, end = (x[..., width * _COMPARED :] > bound).nonzero().unbind(1)
-    rest = last, at, end + width * _COMPARED
-    first, second, third = (torch.cat(y) for y in zip(found, rest, strict=True))
-    return first, second, third
+    return row[which], place[which], column[which] + step * width
 
 
-def _chosen(query: Tensor, past: list[Clusters], starts: tuple[int, ...], pairs: Pairs, dropout_p: float) -> Partial:
-    """Compute attention of queries (BH, N, D) to the clusters that they have chosen."""
+def _chosen(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: float) -> Partial:
+    """Compute attention of queries (BH, N, D) to the clusters that they have chosen, in the accumulation dtype."""
     batch_heads, length, _ = query.shape
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    rows: list[Tensor] = []
-    places: list[Tensor] = []
-    for clusters, start, end in zip(past, starts, starts[1:], strict=False):
-        own = ((pairs.cluster >= start) & (pairs.cluster < end)).nonzero()[:, 0]
-        row = pairs.query[own]
-        cluster = row.div(length, rounding_mode="floor") * (end - start) + pairs.cluster[own] - start
-        (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, dropout_p)
-        places.append(place + sum(len(x) for x in lses))
-        outs.append(out)
-        lses.append(lse)
-        rows.append(row)
-    row = torch.cat(rows)  # (P,)
-    place = torch.cat(places)
-    lse = torch.cat(lses)[place]
-    ref = lse.new_full((batch_heads * length,), -torch.inf)
-    ref = safe_row_max(ref.scatter_reduce(0, row, lse.detach(), "amax"))
-    weight = (lse - ref[row]).exp()
-    total = torch.zeros_like(ref).scatter_add(0, row, weight)
-    count = row.new_zeros(len(ref)).scatter_add_(0, row, torch.ones_like(row))
+    row, cluster = pairs
+    cluster = row.div(length, rounding_mode="floor") * clusters.margin.shape[1] + cluster
+    (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, dropout_p)
+    count = row.new_zeros(batch_heads * length).scatter_add_(0, row, torch.ones_like(row))
     order = row.argsort(stable=True)
-    # Each query is a bag of pairs. No additions by index, whose order, and so whose rounding, differs on accelerators.
+    # The pairs of a query are one segment. Additions by index would be rounded differently in every run on a GPU.
+    row, place = row[order], place[order]
+    lse = lse[place]
+    largest = torch.segment_reduce(lse.detach(), "max", lengths=count)
+    ref = safe_row_max(largest.masked_fill(count == 0, -torch.inf))
+    weight = (lse - ref[row]).exp()
+    total = torch.segment_reduce(weight, "sum", lengths=count)
     sums = embedding_bag(
-        place[order], torch.cat(outs), count.cumsum(0) - count, mode="sum", per_sample_weights=weight[order]
+        place, out, count.cumsum(0) - count, mode="sum", per_sample_weights=weight.to(out.dtype)
     )  # (BH N, Dv)
     empty = total <= 0.0
     total = total.masked_fill(empty, 1.0)
     lse = (total.log() + ref).masked_fill(empty, -torch.inf)
-    return Partial((sums / total.unsqueeze(1)).view(batch_heads, length, -1), lse.view(batch_heads, length))
+    sums = sums.to(total.dtype) / total.unsqueeze(1)
+    return Partial(sums.view(batch_heads, length, -1), lse.view(batch_heads, length))
 
 
 def _by_cluster(
@@ -287,7 +289,7 @@ def _by_cluster(
     Returns:
         Partial of out (S, Dv) and lse (S,) for blocks of queries of one cluster, and the place of each pair in them.
     """
-    keys, values = (x.flatten(0, 1).flatten(1) for x in (clusters.key, clusters.value))  # (BH M, leaf D)
+    keys, values = (x.flatten(0, 1) for x in (clusters.key, clusters.value))  # (BH M, leaf, .)
     ordered, order = cluster.sort(stable=True)
     count = row.new_zeros(len(keys)).scatter_add_(0, cluster, torch.ones_like(row))  # (BH M,)
     ends = (count + _QUERIES - 1).div(_QUERIES, rounding_mode="floor").cumsum(0)  # of the blocks of each cluster
@@ -296,13 +298,19 @@ def _by_cluster(
     blocks = at_most(ends[-1:], len(row) // _QUERIES + min(len(row), len(keys)))
     queries = row.new_zeros(blocks * _QUERIES).scatter_(0, slot, row[order])
     of_block = torch.searchsorted(ends, integers(blocks, row.device), right=True).clamp_(max=len(keys) - 1)
-    block = take(query[None], queries.view(1, blocks, _QUERIES))  # (1, S / _QUERIES, _QUERIES, D)
-    own_key, own_value = (
-        take(x[None], of_block[None]).view(1, blocks, *y.shape[2:])
-        for x, y in ((keys, clusters.key), (values, clusters.value))
-    )
-    part = attend(block, own_key, own_value, scale=1.0, dropout_p=dropout_p)
-    return Partial(part.out.flatten(0, 2), part.lse.flatten()), torch.empty_like(slot).scatter_(0, order, slot)
+    rows = take(query[None], queries[None])  # (1, S, D)
+    places = of_block.unsqueeze(1) * keys.shape[1] + integers(keys.shape[1], row.device)  # (T, leaf)
+    listed = BlockKeys(_QUERIES, listed=places[None])
+    of_all = keys.flatten(0, 1)[None], values.flatten(0, 1)[None]  # (1, BH M leaf, .)
+    part = block_attention(rows, *of_all, listed, scale=1.0, dropout_p=dropout_p)
+    if part is None:
+        own_key, own_value = (
+            take(x.flatten(1)[None], of_block[None]).view(1, blocks, *x.shape[1:]) for x in (keys, values)
+        )
+        block = rows.view(1, blocks, _QUERIES, query.shape[1])
+        part = attend(block, own_key, own_value, scale=1.0, dropout_p=dropout_p)
+    place = torch.empty_like(slot).scatter_(0, order, slot)
+    return Partial(part.out.flatten(0, -2), part.lse.flatten()), place
 
 
 def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:

@@ -6,6 +6,7 @@ queries. A cluster has a landmark: a key, and the log weight and the mean value 
 last block of the chunk. Nothing of a chunk depends on later tokens, so what is known of it never changes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ def levels_of(length: int, options: CausalNearFarOptions) -> tuple[Level, ...]:
 
 
 class Clusters(NamedTuple):
-    """The M clusters of a level, in the order of their chunks."""
+    """M clusters of equal size, of one level after another, each in the order of its chunks."""
 
     key: Tensor  # (BH, M, leaf, D)
     value: Tensor  # (BH, M, leaf, Dv)
@@ -113,39 +114,40 @@ def _last_ended(chunk: int, count: int, levels: tuple[Level, ...], device: torch
     return torch.searchsorted(torch.tensor([level.chunk for level in levels], device=device), ends, right=True) - 1
 
 
-def make_clusters(query: Tensor, key: Tensor, value: Tensor, level: Level, index: Tensor, block_size: int) -> Clusters:
-    """Make landmarks for the clusters of a level.
+def make_clusters(
+    query: Tensor, key: Tensor, value: Tensor, levels: Sequence[Level], index: Sequence[Tensor], block_size: int
+) -> Clusters:
+    """Make landmarks for the clusters of levels whose clusters have the same size.
 
     Args:
-        query: (BH, N, D), times the scale.
+        query: (BH, N, D), times the scale, in the accumulation dtype.
         key: (BH, N, D).
         value: (BH, N, Dv).
-        level: the size of the chunks and of the clusters.
-        index: int64 (BH, M, leaf), the keys of the clusters.
+        levels: the sizes of chunks and clusters.
+        index: int64 (BH, M, leaf), the keys of the clusters of each level.
         block_size: tokens of a block.
     """
-    keys, values = take(key, index), take(value, index)  # (BH, M, leaf, .)
-    queries = query[:, : index[0].numel()].unflatten(1, (-1, level.chunk))  # (BH, n, chunk, D)
-    last = queries[:, :, -block_size:].mean(2, keepdim=True)  # (BH, n, 1, D)
-    square = queries[:, :, :: max(1, level.chunk // _NUM_QUERIES)].detach().square().mean(2)  # (BH, n, D)
-    of_chunk = keys.view(*queries.shape[:2], -1, keys.shape[3])  # (BH, n, chunk, D)
-    score = (of_chunk @ last.mT).view(index.shape)  # (BH, M, leaf)
+    members = torch.cat(list(index), 1)  # (BH, M, leaf)
+    given = take(key, members), take(value, members)  # (BH, M, leaf, .)
+    keys, values = (x.to(query.dtype) for x in given)
+    lasts = []
+    squares = []
+    for (chunk, leaf), own in zip(levels, index, strict=True):
+        queries = query[:, : own[0].numel()].unflatten(1, (-1, chunk))  # (BH, n, chunk, D)
+        some = queries[:, :, :: max(1, chunk // _NUM_QUERIES)].detach()
+        lasts.append(queries[:, :, -block_size:].mean(2).repeat_interleave(chunk // leaf, 1))
+        squares.append(some.square().mean(2).repeat_interleave(chunk // leaf, 1))
+    last = torch.cat(lasts, 1).unsqueeze(3)  # (BH, M, D, 1), the mean queries
     # `var` takes twenty times as long on a CPU.
-    variance = (keys.detach() - keys.detach().mean(2, keepdim=True)).square().mean(2)  # (BH, M, D)
+    variance = (keys.detach() - keys.detach().mean(2, keepdim=True)).square_().mean(2)  # (BH, M, D)
+    score = (keys @ last).squeeze(3)  # (BH, M, leaf)
     score = score - score.mean(2, keepdim=True)
     log = score.logsumexp(2, keepdim=True)  # (BH, M, 1)
     weight = (score - log).exp()  # (BH, M, leaf)
-    share = torch.lerp(torch.full_like(weight, 1.0 / level.leaf), weight, _WEIGHTED)
+    share = torch.lerp(torch.full_like(weight, 1.0 / weight.shape[2]), weight, _WEIGHTED)
     center, mean = ((x.unsqueeze(2) @ y).squeeze(2) for x, y in ((share, keys), (weight, values)))
     log_weight = log.squeeze(2) - _WEIGHTED * (weight * score).sum(2)
-    return Clusters(
-        keys,
-        values,
-        center,
-        log_weight,
-        mean,
-        _margin((variance.view(*square.shape[:2], -1, square.shape[2]) @ square.unsqueeze(3)).flatten(1)),
-    )
+    return Clusters(*given, center, log_weight, mean, _margin((variance * torch.cat(squares, 1)).sum(2)))
 
 
 def _margin(variance: Tensor) -> Tensor:
