@@ -40,7 +40,7 @@ from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 _MOST = 42
 _LEAST = 0.005
 # Queries of a cluster are computed so many at a time.
-_QUERIES = 32
+_QUERIES = 64
 # Numbers are first compared with a bound by the maxima of so many.
 _COMPARED = 8
 
