@@ -102,6 +102,9 @@ class NearFarConfig(MethodConfig):
         `near_share` becomes 0, because a head without near keys costs less than the budget. So the copy for 256 has the
         sizes of the default config, but near keys in all heads: a smaller error in more time. `num_groups` and
         `num_candidates` grow with the budget if they are smaller.
+
+        The causal form attends to more: to as many keys as the budget for the longest exact sequence, and on
+        activations of GPT-2 (2,048 tokens) and MiniLM (4,096 tokens) to 1.8 and 2.2 times as many keys and landmarks.
         """
         near = 5 * self.check_budget(columns) // 8
         groups = max(self.num_groups, columns // 2)

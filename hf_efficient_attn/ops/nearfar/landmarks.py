@@ -149,28 +149,24 @@ def choose_landmarks(query: Tensor, key: Tensor, options: NearFarOptions) -> Lan
 
 
 class Represented(NamedTuple):
-    """Sums over the keys that each landmark represents, in each of S segments of the keys.
+    """Sums over the keys that each landmark represents.
 
     The weight of a key is exp(g(k) - |x - y|^2 / 2 - g(c)) for points x and y of the key and the landmark.
     """
 
-    sums: Tensor  # (BH, S m, Dv), the sums of the weighted values of the keys of each landmark
-    total: Tensor  # (BH, S m), the sums of the weights
+    sums: Tensor  # (BH, m, Dv), the sums of the weighted values of the keys of each landmark
+    total: Tensor  # (BH, m), the sums of the weights
     landmark: Tensor  # int64 (BH, Nk), the landmark of each key
     key_bias: Tensor  # (BH, Nk), the logarithm of each key's weight
 
 
-def represent(
-    key: Tensor, value: Tensor, landmarks: Landmarks, segment: Tensor | None = None, num_segments: int = 1
-) -> Represented:
-    """Represent centered keys (BH, Nk, D) with values (BH, Nk, Dv) in the segments int64 (Nk,) of the keys."""
-    count = landmarks.key.shape[1] * num_segments
+def represent(key: Tensor, value: Tensor, landmarks: Landmarks) -> Represented:
+    """Represent centered keys (BH, Nk, D) with values (BH, Nk, Dv)."""
     own = nearest(key, landmarks.key)  # (BH, Nk)
     offset = (landmarks.key * landmarks.slope).sum(2)  # (BH, m)
     bias = (key * take(landmarks.slope, own)).sum(2) - offset.gather(1, own)  # (BH, Nk)
     bias = bias.clamp(LEAST_LOG_WEIGHT, -LEAST_LOG_WEIGHT)
-    place = own if segment is None else own + segment * landmarks.key.shape[1]
-    return Represented(*weighted_sums(place, value, key_weights(bias), count), own, bias)
+    return Represented(*weighted_sums(own, value, key_weights(bias), landmarks.key.shape[1]), own, bias)
 
 
 def key_weights(key_bias: Tensor) -> Tensor:
