@@ -37,7 +37,7 @@ from hf_efficient_attn.ops.nearfar.chunks import (
 )
 from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 
-_MOST = 42
+_MOST = 48
 _LEAST = 0.005
 # Queries of a cluster are computed so many at a time.
 _QUERIES = 64

@@ -21,7 +21,7 @@ BASE = 4
 # with the square root of the length.
 _EQUAL_LEVELS = 3
 # A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
-_WEIGHTED = 0.5
+_WEIGHTED = 0.25
 # What a landmark may miss is computed from so many queries of its chunk, and from a standard deviation of the scores of
 # its keys that is clamped to these limits.
 _NUM_QUERIES = 32
