@@ -103,8 +103,9 @@ class NearFarConfig(MethodConfig):
         sizes of the default config, but near keys in all heads: a smaller error in more time. `num_groups` and
         `num_candidates` grow with the budget if they are smaller.
 
-        The causal form attends to more: to as many keys as the budget for the longest exact sequence, and on
-        activations of GPT-2 (2,048 tokens) and MiniLM (4,096 tokens) to 1.8 and 2.2 times as many keys and landmarks.
+        The causal form attends to more than the budget: to one to one and a half times as many keys in its window, to
+        landmarks whose number grows with the length, and to up to 47 clusters, but to 5 to 10 on activations of GPT-2
+        and MiniLM, of an eighth of the budget each.
         """
         near = 5 * self.check_budget(columns) // 8
         groups = max(self.num_groups, columns // 2)
