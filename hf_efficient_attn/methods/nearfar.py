@@ -103,8 +103,8 @@ class NearFarConfig(MethodConfig):
         sizes of the default config, but near keys in all heads: a smaller error in more time. `num_groups` and
         `num_candidates` grow with the budget if they are smaller.
 
-        The causal form attends to more than the budget: to one to one and a half times as many keys in its window, to
-        landmarks whose number grows with the length, and to up to 47 clusters, but to 5 to 10 on activations of GPT-2
+        The causal form attends to more than the budget: to half of it up to all of it in its window, to landmarks
+        whose number grows with the length, and to up to 47 clusters, but to 5 to 10 on activations of GPT-2
         and MiniLM, of an eighth of the budget each.
         """
         near = 5 * self.check_budget(columns) // 8
@@ -133,6 +133,8 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
         form = functools.partial(form, options=_nearfar_options(config, options, draws))
         return without_padding(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
     chosen = split_columns(config.exact_length, options.scale, options.dropout_p, options.with_lse)
+    if options.key_mask is None:  # otherwise tokens move to the front
+        chosen = chosen._replace(first_query=options.first_query)
     form = functools.partial(causal_nearfar_attention, options=chosen)
     return by_heads(form, query, key, value, options, config.exact_length, moves_valid_first=True)  # (B, H, N, Dv)
 

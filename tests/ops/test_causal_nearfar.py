@@ -68,6 +68,15 @@ def test_the_output_depends_neither_on_later_tokens_nor_on_the_length(columns):
         close(causal(*later, columns)[:, :cut], whole[:, :cut], 1e-9)
 
 
+@pytest.mark.parametrize("first", [1, 7, 8, 9, 30, 39, 40, 41, 72, 150, 199])
+def test_the_last_queries_alone(first):
+    """As in a prompt that is computed in chunks."""
+    given = tensors(200)
+    options = split_columns(16, 8**-0.5)
+    out = causal_nearfar_attention(*given, options._replace(first_query=first))
+    close(out[:, first:], causal(*given, 16)[:, first:], 1e-9)
+
+
 def test_a_constant_in_all_keys_and_equal_keys():
     """Softmax does not see a constant. Where all keys of a cluster are equal its landmark is exact."""
     query, key, value = tensors(200)

@@ -239,6 +239,7 @@ def compute(
     if form != "decode" and offset > 0:
         # Keys stand for the queries of the tokens before the first query. Their outputs are dropped below.
         query = torch.cat((key[:, :, :offset].detach().to(query.dtype), query), 2)  # (B, H, Nk, D)
+        options = options._replace(first_query=offset)
     # Entering PyTorch's context takes as long as the checks of a call.
     kind = query.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():

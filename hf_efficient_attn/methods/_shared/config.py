@@ -274,6 +274,7 @@ class AttentionOptions(NamedTuple):
         sinks: (H,), attention sinks: the score of one more key of each head, whose value is 0; or None. Only methods
             whose config says `knows_lse` get them. A form does not use their values: it returns the lse of each query
             as one more column of its output, (B, H, Nq, Dv + 1), in float32, or float64 for float64 inputs.
+        first_query: the first query whose output is used. A causal form may leave out the outputs of those before it.
     """
 
     key_mask: Tensor | None
@@ -284,6 +285,7 @@ class AttentionOptions(NamedTuple):
     parameters: Mapping[str, Tensor]
     distance_bias: Tensor | None = None
     sinks: Tensor | None = None
+    first_query: int = 0
 
     @property
     def with_lse(self) -> bool:

@@ -38,12 +38,12 @@ def call_in_graph(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Call the form "forward" or "decode" of the config's method by the operator, with the form's arguments."""
-    mask, is_causal, scale, dropout_p, seed, parameters, *last = options
-    tensors = [query, key, value, *parameters.values(), *[x for x in last if x is not None]]
+    mask, is_causal, scale, dropout_p, seed, parameters, bias, sinks, _ = options
+    tensors = [query, key, value, *parameters.values(), *[x for x in (bias, sinks) if x is not None]]
     # This builds Python code in a way that all versions of PyTorch can trace.
     values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
     heads = [int(x) for x in seed.heads] if isinstance(seed, HeadSeed) else []
-    more = f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {options.sinks is not None!r}, {is_causal!r}"
+    more = f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {sinks is not None!r}, {is_causal!r}"
     more += f", {float(scale)!r}, {float(dropout_p)!r}"
     others = [torch.as_tensor(seed_value(seed), device=query.device), *([] if mask is None else [mask])]
     if dropout_p:

@@ -69,7 +69,7 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         options: see `CausalNearFarOptions`.
 
     Returns:
-        (BH, N, Dv), and `with_lse` one more column.
+        (BH, N, Dv), and `with_lse` one more column. The outputs before `first_query` mean nothing.
     """
     levels = levels_of(query.shape[1], options)
 
@@ -105,16 +105,21 @@ def _window(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOpt
     size = min(options.block_size, length)
     block = torch.ones(size, size, dtype=torch.bool, device=query.device)
     call: dict[str, Any] = {"scale": 1.0, "dropout_p": options.dropout_p}
-    own_query, own_key, own_value = (x[:, None, :size] for x in (query, key, value))
-    causal = mask_bias(block.tril(), query.dtype)[None, None]  # (1, 1, size, size)
-    parts = [attend(own_query, own_key, own_value, causal, **call)]
-    if length > size:
-        own = (pad_to_blocks(x, size).flatten(1, 2) for x in (key, value))  # (BH, T size, .)
-        own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T - 1, 2 size, .)
+    skipped = options.first_query // size * size
+    parts = []
+    if not skipped:
+        own_query, own_key, own_value = (x[:, None, :size] for x in (query, key, value))
+        causal = mask_bias(block.tril(), query.dtype)[None, None]  # (1, 1, size, size)
+        parts.append(attend(own_query, own_key, own_value, causal, **call))
+    start = skipped or size
+    if length > start:
+        own = (pad_to_blocks(x[:, start - size :], size).flatten(1, 2) for x in (key, value))  # (BH, (T + 1) size, .)
+        own_key, own_value = (x.unfold(1, 2 * size, size).mT for x in own)  # (BH, T, 2 size, .)
         causal = mask_bias(torch.cat((block, block.tril()), 1), query.dtype)[None, None]  # (1, 1, size, 2 size)
-        parts.append(attend(pad_to_blocks(query[:, size:], size), own_key, own_value, causal, **call))
+        parts.append(attend(pad_to_blocks(query[:, start:], size), own_key, own_value, causal, **call))
     outs, lses = zip(*parts, strict=True)
-    return Partial(*(torch.cat([x.flatten(1, 2) for x in part], 1)[:, :length] for part in (outs, lses)))
+    out, lse = (torch.cat([x.flatten(1, 2) for x in part], 1)[:, : length - skipped] for part in (outs, lses))
+    return Partial(pad(out, (0, 0, skipped, 0)), pad(lse, (skipped, 0)))
 
 
 class Columns(NamedTuple):
@@ -151,9 +156,11 @@ def _landmarks(
     num_spans = spans[0].shape[1]
     width = sum((BASE - 1) * (chunk // leaf) for chunk, leaf in levels)
     step = spans_together(batch_heads * span * width, query.device)
+    first = max(0, options.first_query - block) // span
+    begin = block + first * span
     outs = []
     found = []
-    for start in range(0, num_spans, step):
+    for start in range(first, num_spans, step):
         seen = _seen(start, min(step, num_spans - start), levels, starts, query.device)  # (t, G)
         queries, out, lse = (x[:, start : start + step].flatten(0, 1) for x in spans)
         columns = Columns(*(take(x, seen.expand(batch_heads, -1, -1)).flatten(0, 1) for x in table))
@@ -168,8 +175,8 @@ def _landmarks(
             exists = (position < length).nonzero()[:, 0]
             pairs = Pairs(*(x[exists] for x in pairs))
         found.append(pairs)
-    out, lse = torch.cat(outs, 1)[:, : length - block].split((near.out.shape[2], 1), 2)
-    base = Partial(*(torch.cat((x[:, :block], y), 1) for x, y in zip(near, (out, lse.squeeze(2)), strict=True)))
+    out, lse = torch.cat(outs, 1)[:, : length - begin].split((near.out.shape[2], 1), 2)
+    base = Partial(*(torch.cat((x[:, :begin], y), 1) for x, y in zip(near, (out, lse.squeeze(2)), strict=True)))
     return base, Pairs(*(torch.cat(x) for x in zip(*found, strict=True)))
 
 

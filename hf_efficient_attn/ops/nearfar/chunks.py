@@ -39,6 +39,7 @@ class CausalNearFarOptions(NamedTuple):
     scale: float
     dropout_p: float = 0.0
     with_lse: bool = False  # whether to return the lse as well (`hf_efficient_attn.ops.attend.output_of`)
+    first_query: int = 0  # outputs of queries before this one may be left out
 
 
 def split_columns(columns: int, scale: float, dropout_p: float = 0.0, with_lse: bool = False) -> CausalNearFarOptions:
