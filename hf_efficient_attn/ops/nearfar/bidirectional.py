@@ -33,12 +33,10 @@ from hf_efficient_attn.ops.clusters import middle_positions, regularized_solve, 
 from hf_efficient_attn.ops.index import integers, take
 from hf_efficient_attn.ops.nearfar.groups import (
     LEAST_SHARE,
-    CountedKeys,
     Groups,
     directions,
     find_near_keys,
     group_queries,
-    near_attention,
     output_around,
     replace_counted,
 )
@@ -255,8 +253,7 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
     call = {"scale": options.scale, "dropout_p": options.dropout_p}
     if options.num_samples > options.block_size and queries.dtype.itemsize > 2:
         far = _attend_to_landmarks(queries.flatten(1, 2), keys, options)
-        counts = CountedKeys(keys.key, keys.value, keys.center, keys.landmark, keys.key_bias)
-        parts = [Partial(x.out.flatten(1, 2), x.lse.flatten(1)) for x in near_attention(queries, near, counts, **call)]
+        parts = [Partial(x.out.flatten(1, 2), x.lse.flatten(1)) for x in _near_attention(queries, near, keys, **call)]
         if has_near is not None:
             parts = [Partial(x.out, x.lse.masked_fill(~has_near[:, None], -torch.inf)) for x in parts]
         exact, counted, far = (Partial(x.out, x.lse.unsqueeze(2)) for x in (*parts, far))
@@ -281,6 +278,30 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
     key = torch.cat((take(keys.key, near).to(queries.dtype), center), 2)  # (BH, G, w + m, D)
     found = attend(queries, key, torch.cat((near_value, value), 2), bias.unsqueeze(2), **call)
     return output_of(found, options.with_lse)
+
+
+def _near_attention(
+    queries: Tensor, near: Tensor, keys: _Keys, scale: float, dropout_p: float
+) -> tuple[Partial, Partial]:
+    """Compute attention to near keys, exactly and as the landmarks count it.
+
+    Args:
+        queries: (BH, G, b, D), in groups.
+        near: int64 (BH, G, w), the keys of each group.
+        keys: the keys, and what landmarks count for them.
+        scale: factor of the scores.
+        dropout_p: probability of dropping a weight.
+
+    Returns:
+        Partials of out (BH, G, b, Dv) and lse (BH, G, b).
+    """
+    own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (keys.landmark, keys.key_bias))  # (BH, G, w) each
+    near_key, values, centers = (
+        take(x, i).to(queries.dtype) for x, i in ((keys.key, near), (keys.value, near), (keys.center, own))
+    )
+    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)
+    counted = attend(queries, centers, values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
+    return exact, counted
 
 
 def _without(keys: _Keys, near: Tensor, value: Tensor, has_near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

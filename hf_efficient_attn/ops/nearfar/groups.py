@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, attend, output_of
+from hf_efficient_attn.ops.attend import Partial, output_of
 from hf_efficient_attn.ops.backends.devices import halved, widened
 from hf_efficient_attn.ops.clusters import even_positions, identity, matrix_power
-from hf_efficient_attn.ops.index import ceil_div, integers, inverse, take
+from hf_efficient_attn.ops.index import ceil_div, integers, inverse
 from hf_efficient_attn.ops.nearfar.landmarks import NearFarOptions
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
@@ -137,39 +137,6 @@ def _halves(points: Tensor, levels: int) -> Tensor:
         place = halved(torch.bmm(x, power[..., :1]).squeeze(2))  # (groups, members)
         order = order.gather(1, place).view(2 * len(order), -1)  # (2 groups, members / 2)
     return order.view(batch_heads, length) % length
-
-
-class CountedKeys(NamedTuple):
-    """Keys, and what landmarks count for them."""
-
-    key: Tensor  # (BH, Nk, D)
-    value: Tensor  # (BH, Nk, Dv)
-    center: Tensor  # (BH, m, D), the keys of the landmarks
-    landmark: Tensor  # int64 (BH, Nk), the landmark of each key
-    key_bias: Tensor  # (BH, Nk), the log of each key's weight on its landmark
-
-
-def near_attention(
-    queries: Tensor, near: Tensor, keys: CountedKeys, scale: float, dropout_p: float
-) -> tuple[Partial, Partial]:
-    """Compute attention to near keys, exactly and as the landmarks count it.
-
-    Args:
-        queries: (BH, G, b, D), in groups.
-        near: int64 (BH, G, w), the keys of each group.
-        keys: the keys, and what landmarks count for them.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Partials of out (BH, G, b, Dv) and lse (BH, G, b).
-    """
-    key, value, center, landmark, key_bias = keys
-    own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (landmark, key_bias))  # (BH, G, w) each
-    near_key, values, centers = (take(x, i).to(queries.dtype) for x, i in ((key, near), (value, near), (center, own)))
-    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)
-    counted = attend(queries, centers, values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-    return exact, counted
 
 
 def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Partial:
