@@ -181,9 +181,9 @@ def prepare(
             f"{query.shape[1]} heads from head {heads.first} on are not among the {heads.total} heads of the layer: "
             "give the number of the first head, and of all heads in all processes"
         )
-    options = AttentionOptions(
-        mask, is_causal, scale, dropout_p, seed if heads is None else HeadSeed(seed, heads), parameters, bias, sinks
-    )
+    drawn = seed if heads is None else HeadSeed(seed, heads)
+    given = mask, is_causal, scale, dropout_p, drawn, parameters, bias, sinks
+    options = AttentionOptions(*given, with_lse=sinks is not None)
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
         query = query.bfloat16()
         key = key.bfloat16()
@@ -247,7 +247,8 @@ def compute(
             out = call_in_graph(form, config, query, key, value, options)
         else:
             # Of short sequences the output may not depend on what is learned.
-            out = with_zero_gradients(method.compute(form, config, query, key, value, options), *learned)
+            compute = getattr(method, form) if options.sinks is None else functools.partial(method.compute, form)
+            out = with_zero_gradients(compute(config, query, key, value, options), *learned)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)  # (B, H, Nq, Dv)
     return out[:, :, out.shape[2] - q_len :] if offset else out  # (B, H, Nq, Dv)

@@ -275,6 +275,7 @@ class AttentionOptions(NamedTuple):
             whose config says `knows_lse` get them. A form does not use their values: it returns the lse of each query
             as one more column of its output, (B, H, Nq, Dv + 1), in float32, or float64 for float64 inputs.
         first_query: the first query whose output is used. A causal form may leave out the outputs of those before it.
+        with_lse: whether there are sinks, so that the forms return the lse as well.
     """
 
     key_mask: Tensor | None
@@ -286,11 +287,7 @@ class AttentionOptions(NamedTuple):
     distance_bias: Tensor | None = None
     sinks: Tensor | None = None
     first_query: int = 0
-
-    @property
-    def with_lse(self) -> bool:
-        """Whether the forms return the lse as well."""
-        return self.sinks is not None
+    with_lse: bool = False
 
 
 class HiddenProjections(NamedTuple):

@@ -38,7 +38,7 @@ def call_in_graph(
     form: str, config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Call the form "forward" or "decode" of the config's method by the operator, with the form's arguments."""
-    mask, is_causal, scale, dropout_p, seed, parameters, bias, sinks, _ = options
+    mask, is_causal, scale, dropout_p, seed, parameters, bias, sinks, *_ = options
     tensors = [query, key, value, *parameters.values(), *[x for x in (bias, sinks) if x is not None]]
     # This builds Python code in a way that all versions of PyTorch can trace.
     values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
@@ -76,7 +76,9 @@ def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
     last = learned.pop() if len(learned) > len(names) else None
     bias, sinks = (None, last) if has_sinks else (last, None)  # (H, 2R + 1) or (H,)
     parameters = dict(zip(names, learned, strict=True))
-    options = AttentionOptions(mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias, sinks)
+    options = AttentionOptions(
+        mask, is_causal, scale, dropout_p, seed_of_heads, parameters, bias, sinks, with_lse=sinks is not None
+    )
     with torch.autocast(query.device.type, enabled=False), with_draws_of(draws, query.device):
         return method.compute(form, make_config(method.info.name, **values), query, key, value, options)
 
