@@ -306,10 +306,9 @@ def _by_cluster(
     queries = row.new_zeros(blocks * _QUERIES).scatter_(0, slot, row[order])
     of_block = torch.searchsorted(ends, integers(blocks, row.device), right=True).clamp_(max=len(keys) - 1)
     rows = take(query[None], queries[None])  # (1, S, D)
-    places = of_block.unsqueeze(1) * keys.shape[1] + integers(keys.shape[1], row.device)  # (T, leaf)
-    listed = BlockKeys(_QUERIES, listed=places[None])
+    ranges = BlockKeys(_QUERIES, start=(of_block * keys.shape[1])[None], range_len=keys.shape[1])
     of_all = keys.flatten(0, 1)[None], values.flatten(0, 1)[None]  # (1, BH M leaf, .)
-    part = block_attention(rows, *of_all, listed, scale=1.0, dropout_p=dropout_p)
+    part = block_attention(rows, *of_all, ranges, scale=1.0, dropout_p=dropout_p)
     if part is None:
         own_key, own_value = (
             take(x.flatten(1)[None], of_block[None]).view(1, blocks, *x.shape[1:]) for x in (keys, values)
