@@ -21,6 +21,8 @@ from tiny_models import FIRST, METHODS
 
 LENGTH = 96
 SMALL = hea.NearFarConfig(block_size=16, num_samples=16)
+# The causal nearfar is nearly exact at this length.
+CAUSAL = hea.method_info("kdeformer").config_class(block_size=16, num_samples=16)
 # A budget above the length: the output must be that of exact attention.
 WHOLE = hea.NearFarConfig(block_size=LENGTH, num_samples=LENGTH)
 
@@ -88,11 +90,12 @@ def test_calls_that_are_replaced(name, x):
     with hea.replace_sdpa(plain, WHOLE, min_length=0) as replacement:
         close(plain(x)[KEYS], exact[KEYS], 1e-4)
     assert {outcome for *_, outcome in replacement.counts} == {"replaced"}
-    with hea.replace_sdpa(plain, SMALL, min_length=0):
+    small = CAUSAL if "causal" in name else SMALL
+    with hea.replace_sdpa(plain, small, min_length=0):
         out = plain(x)
-    assert 1e-4 < relative_error(out[KEYS], exact[KEYS]) < 0.5
+    assert 1e-3 < relative_error(out[KEYS], exact[KEYS]) < 0.5
     if "causal" in name:  # the causal form, in which no later token matters
-        with hea.replace_sdpa(plain, SMALL, min_length=0):
+        with hea.replace_sdpa(plain, small, min_length=0):
             changed = torch.cat((x[:, :40], torch.zeros_like(x[:, 40:])), 1)
             assert torch.equal(plain(changed)[:, :40], out[:, :40])
     assert torch.equal(plain(x), exact)

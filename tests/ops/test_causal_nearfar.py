@@ -104,6 +104,18 @@ def test_lengths_that_differ_by_orders_of_magnitude(seed):
     close(causal(*given, 4, scale=1.7), causal_nearfar_naive(*given, split_columns(4, 1.7)), 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1.0, 15.0, 60.0])
+def test_gradients_are_finite_where_nothing_but_a_chosen_cluster_counts(dtype, factor):
+    """Without it the weights of landmarks are far below the smallest normal number."""
+    given = [(factor * numbers(4, 700, 32, seed=i)).to(dtype) for i in range(2)]
+    given.append(numbers(4, 700, 32, seed=2).to(dtype))
+    leaves = [x.requires_grad_() for x in given]
+    out = causal(*leaves, 64, scale=32**-0.5)
+    gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+    assert all(x.isfinite().all() for x in (out, *gradients))
+
+
 def test_dropout_keeps_the_mean():
     given = [x.float() for x in tensors(120)]
     options = split_columns(16, 8**-0.5)

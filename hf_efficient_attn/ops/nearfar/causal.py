@@ -39,6 +39,9 @@ from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 
 _MOST = 48
 _LEAST = 0.005
+# Landmarks whose weights sum to less than this share of all weights times margins do not count. The gradient of a
+# quotient by less would overflow.
+_LEAST_NUMBER = 1e-30
 # Queries of a cluster are computed so many at a time.
 _QUERIES = 64
 # Numbers are first compared with a bound by the maxima of so many.
@@ -85,8 +88,8 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         for _, same in itertools.groupby(zip(levels, index, strict=True), lambda pair: pair[0].leaf):
             equal, own = zip(*same, strict=True)
             past.append(make_clusters(exact_query, key, value, equal, own, options.block_size))
-        base, pairs = _landmarks(exact_query, near, _columns(past), levels, options)
-        parts = [base]
+        far, pairs = _landmarks(exact_query, near.lse, _columns(past), levels, options)
+        parts = [near, far]
         start = 0
         for clusters in past:
             parts.append(_chosen(query, clusters, pairs.of(start, clusters.margin.shape[1]), options.dropout_p))
@@ -144,15 +147,15 @@ def _columns(past: list[Clusters]) -> Columns:
 
 
 def _landmarks(
-    query: Tensor, near: Partial, table: Columns, levels: tuple[Level, ...], options: CausalNearFarOptions
+    query: Tensor, window_lse: Tensor, table: Columns, levels: tuple[Level, ...], options: CausalNearFarOptions
 ) -> tuple[Partial, Pairs]:
-    """Add landmarks to the windows of queries (BH, N, D), which are times the scale, and choose clusters."""
+    """Compute attention of queries (BH, N, D), which are times the scale, to landmarks, and choose clusters."""
     batch_heads, length, _ = query.shape
     block = options.block_size
     starts = tuple(itertools.accumulate((length // chunk * (chunk // leaf) for chunk, leaf in levels), initial=0))
     # A span of queries begins a block after chunks of the first level end.
     span = BASE * block
-    spans = [pad_to_blocks(x[:, block:], span) for x in (query, near.out, near.lse.unsqueeze(2))]  # (BH, T, span, .)
+    spans = [pad_to_blocks(x[:, block:], span) for x in (query, window_lse.unsqueeze(2))]  # (BH, T, span, .)
     num_spans = spans[0].shape[1]
     width = sum((BASE - 1) * (chunk // leaf) for chunk, leaf in levels)
     step = spans_together(batch_heads * span * width, query.device)
@@ -162,10 +165,10 @@ def _landmarks(
     found = []
     for start in range(first, num_spans, step):
         seen = _seen(start, min(step, num_spans - start), levels, starts, query.device)  # (t, G)
-        queries, out, lse = (x[:, start : start + step].flatten(0, 1) for x in spans)
+        queries, lse = (x[:, start : start + step].flatten(0, 1) for x in spans)
         columns = Columns(*(take(x, seen.expand(batch_heads, -1, -1)).flatten(0, 1) for x in table))
         hidden = _not_ended(levels[0].chunk // levels[0].leaf, query.device)
-        out, (row, place, column) = _far(queries, Partial(out, lse), columns, hidden, options.dropout_p)
+        out, (row, place, column) = _far(queries, lse, columns, hidden, options.dropout_p)
         outs.append(out.view(batch_heads, -1, out.shape[2]))
         head = row.div(len(seen), rounding_mode="floor")
         part = row - head * len(seen)
@@ -175,9 +178,9 @@ def _landmarks(
             exists = (position < length).nonzero()[:, 0]
             pairs = Pairs(*(x[exists] for x in pairs))
         found.append(pairs)
-    out, lse = torch.cat(outs, 1)[:, : length - begin].split((near.out.shape[2], 1), 2)
-    base = Partial(*(torch.cat((x[:, :begin], y), 1) for x, y in zip(near, (out, lse.squeeze(2)), strict=True)))
-    return base, Pairs(*(torch.cat(x) for x in zip(*found, strict=True)))
+    out, lse = torch.cat(outs, 1)[:, : length - begin].split((table.mean.shape[2] - 1, 1), 2)
+    far = Partial(pad(out, (0, 0, begin, 0)), pad(lse.squeeze(2), (begin, 0), value=-torch.inf))
+    return far, Pairs(*(torch.cat(x) for x in zip(*found, strict=True)))
 
 
 @constant
@@ -210,13 +213,13 @@ def _not_ended(clusters: int, device: torch.device) -> Tensor:
 
 
 def _far(
-    query: Tensor, window: Partial, columns: Columns, hidden: Tensor, dropout_p: float
+    query: Tensor, window_lse: Tensor, columns: Columns, hidden: Tensor, dropout_p: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Add landmarks to the windows of the queries of spans, and choose clusters in place of landmarks.
+    """Compute attention of the queries of spans to landmarks, and choose clusters in place of landmarks.
 
     Args:
         query: (R, span, D).
-        window: out (R, span, Dv) and lse (R, span, 1).
+        window_lse: (R, span, 1), the lse of the windows.
         columns: the landmarks in the columns of each span.
         hidden: bool (BASE, 1, C), which of the first columns the blocks of a span do not see.
         dropout_p: the probability of dropping a weight.
@@ -226,7 +229,7 @@ def _far(
     """
     score = torch.bmm(query, columns.center.mT).add_(columns.bias.mT)  # (R, span, G)
     score.view(len(score), BASE, -1, score.shape[2])[..., : hidden.shape[2]].masked_fill_(hidden, -torch.inf)
-    score[..., -1:] = window.lse
+    score[..., -1:] = window_lse
     weight = score.softmax(2)
     near = weight[..., -1:]
     total = score.amax(2, keepdim=True) - weight.amax(2, keepdim=True).log()
@@ -235,14 +238,13 @@ def _far(
         row, place, column = choice
         index = (row * weight.shape[1] + place) * weight.shape[2] + column
     far = weight.flatten().index_fill(0, index, 0.0).view_as(weight)  # the last column has no value
-    sums, number = torch.bmm(far, columns.mean).split((window.out.shape[2], 1), 2)
+    sums, number = torch.bmm(far, columns.mean).split((columns.mean.shape[2] - 1, 1), 2)
     if dropout_p > 0.0:
         sums = torch.bmm(dropout(far, dropout_p), columns.mean[..., :-1])
-    number = number + near
-    empty = number <= 0.0
+    empty = number <= _LEAST_NUMBER
     number = number.masked_fill(empty, 1.0)
     lse = (total + number.log()).masked_fill(empty, -torch.inf)
-    return torch.cat(((sums + near * window.out) / number, lse), 2), choice
+    return torch.cat((sums / number, lse), 2), choice
 
 
 def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
