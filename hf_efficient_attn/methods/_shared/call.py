@@ -237,7 +237,7 @@ def compute(
         query = query[:, :, -offset:]  # (B, H, Nk, D)
     key, value = repeat_kv(query, key, value)  # (B, H, Nk, .)
     if form != "decode" and offset > 0:
-        # Keys stand for the queries of the tokens before the first query. Their outputs are dropped below.
+        # Earlier tokens have no queries here: use their keys instead, and drop their outputs below.
         query = torch.cat((key[:, :, :offset].detach().to(query.dtype), query), 2)  # (B, H, Nk, D)
         options = options._replace(first_query=offset)
     # Entering PyTorch's context takes as long as the checks of a call.

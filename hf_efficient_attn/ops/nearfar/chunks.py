@@ -27,7 +27,7 @@ _WEIGHTED = 0.25
 _NUM_QUERIES = 32
 _LEAST_SPREAD = 1e-3
 _LARGEST_SPREAD = 6.0
-# The margin grows by so much per standard deviation: some queries differ more than those of the chunk.
+# The margin grows by this per standard deviation, because later queries may differ more than those of the chunk.
 _GROWTH = 2.0
 
 
