@@ -21,8 +21,7 @@ from tiny_models import FIRST, METHODS
 
 LENGTH = 96
 SMALL = hea.NearFarConfig(block_size=16, num_samples=16)
-# The causal nearfar is nearly exact at this length.
-CAUSAL = hea.method_info("kdeformer").config_class(block_size=16, num_samples=16)
+CAUSAL = hea.method_info("kdeformer").config_class(block_size=16, num_samples=16)  # nearfar is nearly exact here
 # A budget above the length: the output must be that of exact attention.
 WHOLE = hea.NearFarConfig(block_size=LENGTH, num_samples=LENGTH)
 

@@ -37,14 +37,6 @@ def test_the_window_has_at_least_the_budget_and_clusters_fill_blocks(columns):
         assert chunk % leaf == 0 and clusters & (clusters - 1) == 0
 
 
-def test_the_first_two_blocks_are_exact():
-    given = tensors(60)
-    out, expected = causal(*given, 16), exact(*given)
-    close(out[:, :16], expected[:, :16])
-    assert relative_error(out[:, 40:], expected[:, 40:]) > 0.01
-    close(causal(*(x[:, :16] for x in given), 16), expected[:, :16])
-
-
 def test_each_key_is_in_one_cluster_of_its_chunk():
     query, key, _ = tensors(300)
     levels = levels_of(300, split_columns(8, 1.0))
@@ -61,6 +53,7 @@ def test_the_output_depends_neither_on_later_tokens_nor_on_the_length(columns):
     block = split_columns(columns, 1.0).block_size
     given = [x[:2] for x in tensors(22 * block)]
     whole = causal(*given, columns)
+    close(whole[:, : 2 * block], exact(*given)[:, : 2 * block])
     cuts = {n * block + off for n in (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 20, 21) for off in (-1, 0, 1)}
     for cut in sorted(cuts):
         close(causal(*(x[:, :cut] for x in given), columns), whole[:, :cut], 1e-9)
@@ -108,11 +101,9 @@ def test_lengths_that_differ_by_orders_of_magnitude(seed):
 @pytest.mark.parametrize("factor", [1.0, 15.0, 60.0])
 def test_gradients_are_finite_where_nothing_but_a_chosen_cluster_counts(dtype, factor):
     """Without it the weights of landmarks are far below the smallest normal number."""
-    given = [(factor * numbers(4, 700, 32, seed=i)).to(dtype) for i in range(2)]
-    given.append(numbers(4, 700, 32, seed=2).to(dtype))
-    leaves = [x.requires_grad_() for x in given]
+    leaves = [(factor * numbers(4, 700, 32, seed=i)).to(dtype).requires_grad_() for i in range(3)]
     out = causal(*leaves, 64, scale=32**-0.5)
-    gradients = torch.autograd.grad(out.float().square().sum(), leaves)
+    gradients = torch.autograd.grad(out.float().sum(), leaves)
     assert all(x.isfinite().all() for x in (out, *gradients))
 
 

@@ -80,7 +80,6 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         exact_query = query.to(accumulation_dtype(query.dtype)) * options.scale
         query = exact_query.to(query.dtype)
         near = _window(query, key, value, options)
-        near = Partial(near.out.to(near.lse.dtype), near.lse)
         if not levels:
             return output_of(near, options.with_lse)
         index = cluster_index(exact_query, key.to(exact_query.dtype), levels)
@@ -89,7 +88,7 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
             equal, own = zip(*same, strict=True)
             past.append(make_clusters(exact_query, key, value, equal, own, options.block_size))
         far, pairs = _landmarks(exact_query, near.lse, _columns(past), levels, options)
-        parts = [near, far]
+        parts = [far, near]  # the result has the dtype of the first
         start = 0
         for clusters in past:
             parts.append(_chosen(query, clusters, pairs.of(start, clusters.margin.shape[1]), options.dropout_p))
