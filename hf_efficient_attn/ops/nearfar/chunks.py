@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.index import constant, integers, take
-from hf_efficient_attn.ops.nearfar.groups import directions, halve
+from hf_efficient_attn.ops.nearfar.groups import directions, halve_all
 
 # A chunk is as long as so many chunks of the level before it.
 BASE = 4
@@ -81,11 +81,11 @@ class Clusters(NamedTuple):
 
 
 @torch.no_grad()
-def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> list[Tensor]:
+def cluster_index(query: Tensor, key: Tensor, levels: Sequence[Level]) -> list[Tensor]:
     """Split the keys of the chunks of each level into clusters of keys with similar scores for earlier queries.
 
-    Keys are compared along the directions in which the queries of the first chunk of a level differ most. A chunk
-    takes the last of these chunks that has ended when it ends.
+    Keys are compared along the directions in which evenly spaced queries of the first chunk of a level differ most. A
+    chunk takes the last of these chunks that has ended when it ends.
 
     Args:
         query: (BH, N, D).
@@ -95,16 +95,20 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> list
     Returns:
         int64 (BH, M, leaf) for each level, positions in the sequence.
     """
-    firsts = [query[:, : level.chunk] for level in levels]
-    factor = torch.stack([directions(x - x.mean(1, keepdim=True)) for x in firsts], 1)  # (BH, E, D, F)
-    found = []
-    for chunk, leaf in levels:
+    block = levels[0].chunk
+    some = torch.stack([query[:, : level.chunk : level.chunk // block] for level in levels], 1)  # (BH, E, block, D)
+    factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1)).unflatten(0, (len(key), -1))
+    sets = []
+    for chunk, _ in reversed(levels):
         count = key.shape[1] // chunk
-        last = _last_ended(chunk, count, levels, key.device)  # (n,)
+        last = _last_ended(chunk, count, tuple(levels), key.device)  # (n,)
         chunks = key[:, : count * chunk].reshape(len(key) * count, chunk, -1)
-        points = torch.bmm(chunks, factor[:, last].flatten(0, 1))  # (BH n, chunk, F)
-        order = halve(points, (chunk // leaf).bit_length() - 1).view(len(key), count, chunk)
-        found.append((order + integers(count, key.device)[:, None] * chunk).view(len(key), -1, leaf))
+        sets.append(torch.bmm(chunks, factor[:, last].flatten(0, 1)))  # (BH n, chunk, F)
+    orders = halve_all(sets, [level.leaf for level in reversed(levels)])
+    found = []
+    for (chunk, leaf), order in zip(levels, reversed(orders), strict=True):
+        first = integers(len(order) // len(key), key.device)[:, None] * chunk
+        found.append((order.view(len(key), -1, chunk) + first).view(len(key), -1, leaf))
     return found
 
 
