@@ -10,7 +10,7 @@ from each import close
 from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.ops.nearfar import causal as causal_nearfar
 from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive
-from hf_efficient_attn.ops.nearfar.chunks import cluster_index, levels_of, split_columns
+from hf_efficient_attn.ops.nearfar.chunks import cluster_index, levels_of, members_of, split_columns
 from instances import inputs, numbers, relative_error
 
 
@@ -41,7 +41,8 @@ def test_each_key_is_in_one_cluster_of_its_chunk():
     query, key, _ = tensors(300)
     levels = levels_of(300, split_columns(8, 1.0))
     assert [level.chunk for level in levels] == [4, 16, 64, 256]
-    for (chunk, leaf), index in zip(levels, cluster_index(query, key, levels), strict=True):
+    found = members_of(cluster_index(query, key, levels), 300, levels)
+    for (chunk, leaf), index in zip(levels, found, strict=True):
         of_chunk = index.view(4, -1, chunk)
         assert index.shape[2] == leaf
         assert torch.equal(of_chunk.sort()[0].flatten(1), torch.arange(of_chunk[0].numel()).expand(4, -1))

@@ -34,6 +34,8 @@ from hf_efficient_attn.ops.nearfar.chunks import (
     landmarks_naive,
     levels_of,
     make_clusters,
+    members_of,
+    query_blocks,
 )
 from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 
@@ -82,11 +84,12 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         near = _window(query, key, value, options)
         if not levels:
             return output_of(near, options.with_lse)
-        index = cluster_index(exact_query, key.to(exact_query.dtype), levels)
+        members = members_of(cluster_index(exact_query, key.to(exact_query.dtype), levels), query.shape[1], levels)
+        blocks = query_blocks(exact_query, options.block_size)
         past = []
-        for _, same in itertools.groupby(zip(levels, index, strict=True), lambda pair: pair[0].leaf):
+        for _, same in itertools.groupby(zip(levels, members, strict=True), lambda pair: pair[0].leaf):
             equal, own = zip(*same, strict=True)
-            past.append(make_clusters(exact_query, key, value, equal, own, options.block_size))
+            past.append(make_clusters(key, value, equal, own, blocks, options.block_size))
         far, pairs = _landmarks(exact_query, near.lse, _columns(past), levels, options)
         parts = [far, near]  # the result has the dtype of the first
         start = 0
@@ -329,7 +332,7 @@ def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
     levels = levels_of(query.shape[1], options)
     index = []
     if levels:
-        index = cluster_index(query, key.to(query.dtype), levels)
+        index = members_of(cluster_index(query, key.to(query.dtype), levels), query.shape[1], levels)
     heads = zip(query.double(), key.double(), value.double(), strict=True)
     outs = []
     for head, (q, k, v) in enumerate(heads):

@@ -6,6 +6,7 @@ queries. A cluster has a landmark: a key, and the log weight and the mean value 
 last block of the chunk. Nothing of a chunk depends on later tokens, so what is known of it never changes.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.index import constant, integers, take
-from hf_efficient_attn.ops.nearfar.groups import directions, halve_all
+from hf_efficient_attn.ops.nearfar.groups import directions, halve_groups
 
 # A chunk is as long as so many chunks of the level before it.
 BASE = 4
@@ -22,9 +23,8 @@ BASE = 4
 _EQUAL_LEVELS = 3
 # A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
 _WEIGHTED = 0.25
-# What a landmark may miss is computed from so many queries of its chunk, and from a standard deviation of the scores of
-# its keys that is clamped to these limits.
-_NUM_QUERIES = 32
+# What a landmark may miss is computed from a standard deviation of the scores of its keys that is clamped to these
+# limits.
 _LEAST_SPREAD = 1e-3
 _LARGEST_SPREAD = 6.0
 # The margin grows by this per standard deviation, because later queries may differ more than those of the chunk.
@@ -80,8 +80,21 @@ class Clusters(NamedTuple):
     margin: Tensor  # (BH, M), the log of about how much of the cluster's weight its landmark misses
 
 
+class QueryBlocks(NamedTuple):
+    """What landmarks take from the queries of blocks."""
+
+    mean: Tensor  # (BH, T, D), the mean query of each block
+    square: Tensor  # (BH, T, D), the mean of the squares of its queries
+
+
+def query_blocks(query: Tensor, block_size: int) -> QueryBlocks:
+    """Return the means of blocks of queries (BH, N, D), which are times the scale: of blocks that have ended."""
+    blocks = query[:, : query.shape[1] // block_size * block_size].unflatten(1, (-1, block_size))
+    return QueryBlocks(blocks.mean(2), blocks.detach().square().mean(2))
+
+
 @torch.no_grad()
-def cluster_index(query: Tensor, key: Tensor, levels: Sequence[Level]) -> list[Tensor]:
+def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tensor:
     """Split the keys of the chunks of each level into clusters of keys with similar scores for earlier queries.
 
     Keys are compared along the directions in which evenly spaced queries of the first chunk of a level differ most. A
@@ -93,23 +106,62 @@ def cluster_index(query: Tensor, key: Tensor, levels: Sequence[Level]) -> list[T
         levels: the sizes of chunks and clusters.
 
     Returns:
-        int64 (BH, M, leaf) for each level, positions in the sequence.
+        int64 (BH, S), positions in the sequence: those of one cluster after another, of one level after another, as
+        `members_of` returns them.
     """
+    batch_heads, length, _ = key.shape
     block = levels[0].chunk
     some = torch.stack([query[:, : level.chunk : level.chunk // block] for level in levels], 1)  # (BH, E, block, D)
-    factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1)).unflatten(0, (len(key), -1))
-    sets = []
-    for chunk, _ in reversed(levels):
-        count = key.shape[1] // chunk
-        last = _last_ended(chunk, count, tuple(levels), key.device)  # (n,)
-        chunks = key[:, : count * chunk].reshape(len(key) * count, chunk, -1)
-        sets.append(torch.bmm(chunks, factor[:, last].flatten(0, 1)))  # (BH n, chunk, F)
-    orders = halve_all(sets, [level.leaf for level in reversed(levels)])
+    factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1)).unflatten(0, (batch_heads, -1))
+    # Fourth powers of variances must not overflow.
+    tiny = torch.finfo(key.dtype).tiny
+    key = key / torch.linalg.vector_norm(key, dim=(1, 2), keepdim=True).clamp(min=tiny)
+    points = []
+    for chunk, _ in levels:
+        count = length // chunk
+        last = _last_ended(chunk, count, levels, key.device)  # (n,)
+        chunks = key[:, : count * chunk].unflatten(1, (count, chunk))
+        points.append((chunks @ factor[:, last]).flatten(1, 2))  # (BH, n chunk, F)
+    index = _halved_chunks(torch.cat(points, 1), length, levels)
+    return index - _level_starts(length, levels, key.device)
+
+
+def _halved_chunks(points: Tensor, length: int, levels: tuple[Level, ...]) -> Tensor:
+    """Halve the chunks of all levels: the points (BH, S, F) of each cluster, int64 (BH, S)."""
+    batch_heads, total, _ = points.shape
+    places = integers(batch_heads * total, points.device).view(batch_heads, total)
+    points = points.flatten(0, 1)
+    begins = list(itertools.accumulate((length // chunk * chunk for chunk, _ in levels), initial=0))
+    # The groups of the level with the largest chunks come first. No later ones have larger clusters.
+    order = places[:0].view(0, 1)
     found = []
-    for (chunk, leaf), order in zip(levels, reversed(orders), strict=True):
-        first = integers(len(order) // len(key), key.device)[:, None] * chunk
-        found.append((order.view(len(key), -1, chunk) + first).view(len(key), -1, leaf))
-    return found
+    left = waiting = len(levels)
+    while left:
+        if waiting and (not len(order) or levels[waiting - 1].chunk == order.shape[1]):
+            waiting -= 1
+            own = places[:, begins[waiting] : begins[waiting + 1]].reshape(-1, levels[waiting].chunk)
+            order = torch.cat((order, own)) if len(order) else own
+        while left > waiting and levels[left - 1].leaf == order.shape[1]:
+            left -= 1
+            count = batch_heads * (begins[left + 1] - begins[left]) // order.shape[1]
+            found.append(order[:count].view(batch_heads, -1))
+            order = order[count:]
+        if len(order):
+            order = halve_groups(points, order, levels[0].leaf)
+    return torch.cat(found[::-1], 1) % total
+
+
+@constant
+def _level_starts(length: int, levels: tuple[Level, ...], device: torch.device) -> Tensor:
+    """Return the number of points of earlier levels, int64 (S,)."""
+    counts = torch.tensor([length // chunk * chunk for chunk, _ in levels])
+    return (counts.cumsum(0) - counts).repeat_interleave(counts).to(device)
+
+
+def members_of(index: Tensor, length: int, levels: tuple[Level, ...]) -> list[Tensor]:
+    """Split the result (BH, S) of `cluster_index`: the keys of the clusters of each level, int64 (BH, M, leaf)."""
+    parts = index.split([length // chunk * chunk for chunk, _ in levels], 1)
+    return [x.unflatten(1, (-1, leaf)) for x, (_, leaf) in zip(parts, levels, strict=True)]
 
 
 @constant
@@ -119,40 +171,41 @@ def _last_ended(chunk: int, count: int, levels: tuple[Level, ...], device: torch
     return torch.searchsorted(torch.tensor([level.chunk for level in levels], device=device), ends, right=True) - 1
 
 
+@constant
+def _last_blocks(length: int, levels: tuple[Level, ...], block_size: int, device: torch.device) -> Tensor:
+    """Return the last block of the chunk of each cluster of some levels, int64 (M,)."""
+    last = [torch.arange(chunk, length + 1, chunk).repeat_interleave(chunk // leaf) for chunk, leaf in levels]
+    return (torch.cat(last) // block_size - 1).to(device)
+
+
 def make_clusters(
-    query: Tensor, key: Tensor, value: Tensor, levels: Sequence[Level], index: Sequence[Tensor], block_size: int
+    key: Tensor, value: Tensor, levels: tuple[Level, ...], index: Sequence[Tensor], blocks: QueryBlocks, block_size: int
 ) -> Clusters:
     """Make landmarks for the clusters of levels whose clusters have the same size.
 
     Args:
-        query: (BH, N, D), times the scale, in the accumulation dtype.
         key: (BH, N, D).
         value: (BH, N, Dv).
         levels: the sizes of chunks and clusters.
         index: int64 (BH, M, leaf), the keys of the clusters of each level.
+        blocks: the means of blocks of queries, in the accumulation dtype.
         block_size: tokens of a block.
     """
     members = torch.cat(list(index), 1)  # (BH, M, leaf)
     given = take(key, members), take(value, members)  # (BH, M, leaf, .)
-    keys, values = (x.to(query.dtype) for x in given)
-    lasts = []
-    squares = []
-    for (chunk, leaf), own in zip(levels, index, strict=True):
-        queries = query[:, : own[0].numel()].unflatten(1, (-1, chunk))  # (BH, n, chunk, D)
-        some = queries[:, :, :: max(1, chunk // _NUM_QUERIES)].detach()
-        lasts.append(queries[:, :, -block_size:].mean(2).repeat_interleave(chunk // leaf, 1))
-        squares.append(some.square().mean(2).repeat_interleave(chunk // leaf, 1))
-    last = torch.cat(lasts, 1).unsqueeze(3)  # (BH, M, D, 1), the mean queries
+    keys, values = (x.to(blocks.mean.dtype) for x in given)
+    of_block = _last_blocks(key.shape[1], levels, block_size, key.device)
+    last, square = (x[:, of_block] for x in blocks)  # (BH, M, D)
     # `var` takes twenty times as long on a CPU.
     variance = (keys.detach() - keys.detach().mean(2, keepdim=True)).square_().mean(2)  # (BH, M, D)
-    score = (keys @ last).squeeze(3)  # (BH, M, leaf)
+    score = (keys @ last.unsqueeze(3)).squeeze(3)  # (BH, M, leaf)
     score = score - score.mean(2, keepdim=True)
     log = score.logsumexp(2, keepdim=True)  # (BH, M, 1)
     weight = (score - log).exp()  # (BH, M, leaf)
     share = torch.lerp(torch.full_like(weight, 1.0 / weight.shape[2]), weight, _WEIGHTED)
     center, mean = ((x.unsqueeze(2) @ y).squeeze(2) for x, y in ((share, keys), (weight, values)))
     log_weight = log.squeeze(2) - _WEIGHTED * (weight * score).sum(2)
-    return Clusters(*given, center, log_weight, mean, _margin((variance * torch.cat(squares, 1)).sum(2)))
+    return Clusters(*given, center, log_weight, mean, _margin((variance * square).sum(2)))
 
 
 def _margin(variance: Tensor) -> Tensor:
@@ -172,13 +225,12 @@ def landmarks_naive(
     for members in index:
         keys = key[members]  # (leaf, D)
         start = members[0] // level.chunk * level.chunk
-        queries = query[start : start + level.chunk]
-        last = queries[-block_size:].mean(0)  # (D,)
+        queries = query[start : start + level.chunk][-block_size:]
+        last = queries.mean(0)  # (D,)
         weight = (keys @ last).softmax(0)
         center = torch.lerp(keys.mean(0), weight @ keys, _WEIGHTED)
         log_weight = ((keys - center) @ last).logsumexp(0)
-        some = queries[:: max(1, level.chunk // _NUM_QUERIES)]
-        variance = ((keys - keys.mean(0)).square() @ some.square().mean(0)).mean()
+        variance = ((keys - keys.mean(0)).square() @ queries.square().mean(0)).mean()
         found.append((center, log_weight, weight @ value[members], _margin(variance)))
     center, log_weight, mean, margin = (torch.stack(x) for x in zip(*found, strict=True))
     return center, log_weight, mean, margin

@@ -9,8 +9,6 @@ Groups are made by halving. Queries are sorted along the direction in which thei
 middle. Each half is cut in the same way, until there are as many groups as asked for.
 """
 
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,46 +114,33 @@ def find_near_keys(query: Tensor, key: Tensor, count: int, scale: float) -> Tens
 @torch.no_grad()
 def halve(points: Tensor, levels: int) -> Tensor:
     """Halve points (BH, N, F) along their first principal direction, and each half again: int64 (BH, N)."""
-    leaf = points.shape[1] >> levels
-    return sliced(lambda x: halve_all([x], [leaf])[0], points, size=slice_size(points[0].numel(), points.device))
+    # Fourth powers of variances must not overflow.
+    points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
+        min=torch.finfo(points.dtype).tiny
+    )
+    return sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), points.device))
 
 
-def halve_all(sets: Sequence[Tensor], leaves: Sequence[int]) -> list[Tensor]:
-    """Halve all points of several sets of rows together, as `halve` does.
+def _halves(points: Tensor, levels: int) -> Tensor:
+    batch_heads, length, _ = points.shape
+    points = points.flatten(0, 1)
+    order = integers(len(points), points.device).view(batch_heads, -1)
+    for _ in range(levels):
+        order = halve_groups(points, order, length >> levels)
+    return order.view(batch_heads, length) % length
+
+
+def halve_groups(points: Tensor, order: Tensor, part: int) -> Tensor:
+    """Halve groups of points along their first principal direction.
 
     Args:
-        sets: points (R, N, F) of each set. N is that of the set before, or a half, a fourth, ... of it.
-        leaves: the number of points at which the halves of a set are not halved again, at most that of the set before.
+        points: (S, F), whose fourth powers do not overflow.
+        order: int64 (G, n), the points of each group.
+        part: a divisor of n, to sum over so many points at a time.
 
     Returns:
-        int64 (R, N) for each set.
+        int64 (2 G, n / 2), both halves of one group after another.
     """
-    # Fourth powers of variances must not overflow.
-    tiny = torch.finfo(sets[0].dtype).tiny
-    scaled = [x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=tiny) for x in sets]
-    points = torch.cat([x.flatten(0, 1) for x in scaled])  # (all R N, F)
-    device = points.device
-    starts = list(itertools.accumulate((x.shape[0] * x.shape[1] for x in sets), initial=0))
-    order = integers(0, device).view(0, sets[0].shape[1])
-    begun = ended = 0  # sets
-    found = []
-    while ended < len(sets):
-        while begun < len(sets) and sets[begun].shape[1] == order.shape[1]:
-            rows = integers(len(points), device)[starts[begun] : starts[begun + 1]].view(-1, order.shape[1])
-            order = torch.cat((order, rows)) if len(order) else rows
-            begun += 1
-        while ended < begun and leaves[ended] == order.shape[1]:
-            count = (starts[ended + 1] - starts[ended]) // order.shape[1]
-            found.append(order[:count].view(sets[ended].shape[:2]) % sets[ended].shape[1])
-            order = order[count:]
-            ended += 1
-        if ended < len(sets):
-            order = _halved(points, order, leaves[-1])
-    return found
-
-
-def _halved(points: Tensor, order: Tensor, part: int) -> Tensor:
-    """Halve groups of points (S, F), int64 (G, n): int64 (2 G, n / 2). The n are a multiple of `part`."""
     x = torch.embedding(points, order)  # (G, n, F)
     mean = x.mean(1, keepdim=True)
     # The sum of squares in parts, since few large products would leave most of a device idle.
