@@ -28,8 +28,8 @@ from tqdm import tqdm
 from hf_efficient_attn.cli import main_of, parse_lengths
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.attend import BlockKeys, block_attention
-from hf_efficient_attn.ops.backends import FEATURE_BACKENDS, launches
-from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
+from hf_efficient_attn.ops.backends import CLUSTER_BACKENDS, FEATURE_BACKENDS, launches
+from hf_efficient_attn.ops.backends.backend import ClusterCall, ClusterRule, FusedFeatures, LinearCall
 from hf_efficient_attn.ops.backends.launches import Launch
 from recipes.common import commands
 
@@ -125,6 +125,17 @@ def _of_features(name: str, causal: bool, dtype: torch.dtype, dim: int) -> None:
     torch.autograd.grad(backend.attend(call).out.sum(), tensors)
 
 
+def _of_clusters(dtype: torch.dtype, dim: int) -> None:
+    """Call attention to chosen clusters of chunks of two levels."""
+    tensors = [torch.empty(16, 1000, dim, dtype=dtype, device="meta") for _ in range(3)]
+    members = torch.empty(16, 896 + 512, dtype=torch.int64, device="meta")
+    blocks = [torch.empty(16, 7, dim, device="meta") for _ in range(2)]
+    sizes = torch.empty(2, 2, dtype=torch.int32, device="meta")
+    rule = ClusterRule(4, 0.25, 2.0, 1e-3, 6.0, 48, 0.005)
+    call = ClusterCall(*tensors, members, *blocks, sizes, 128, ((128, 32), (512, 32)), rule)
+    CLUSTER_BACKENDS[0].attend(call)
+
+
 _DTYPES = (torch.bfloat16, torch.float32)
 # Maps the name of a call to a function that makes it, on "meta" tensors: a kernel adds its calls here.
 CALLS: dict[str, Callable[[], None]] = {
@@ -146,6 +157,13 @@ CALLS |= {
 CALLS |= {
     f"random features, {str(dtype)[6:]}, {dim} dimensions": lambda x=("favor", False, dtype, dim): _of_features(*x)
     for dtype, dim in (*((x, 64) for x in (*_DTYPES, torch.float16)), (torch.bfloat16, 128))
+}
+
+
+CALLS |= {
+    f"clusters, {str(dtype)[6:]}, {dim} dimensions": lambda x=(dtype, dim): _of_clusters(*x)
+    for dtype in _DTYPES
+    for dim in (64, 128, 256)
 }
 
 

@@ -8,6 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends.launches import Launch
+from hf_efficient_attn.ops.nearfar.chunks import BASE, CausalNearFarOptions, levels_of
+
+# As many clusters some of 64 queries of the causal form of `nearfar` choose, on activations of GPT-2 and MiniLM of
+# 2,048 to 8,192 tokens.
+_CHOSEN = 44
 
 
 class KernelCost(NamedTuple):
@@ -205,6 +210,44 @@ def direction_gradient(launch: Launch) -> KernelCost:
     return _directions(launch, of_tokens, ("values", "log", "offset"), products)
 
 
+def cluster_landmarks(launch: Launch) -> KernelCost:
+    """A program reads the keys and values of a cluster, and writes a landmark. It has no products of matrices."""
+    arguments = launch.arguments
+    heads, members = arguments["members"].shape
+    moved = heads * members * (_bytes(launch, "key", "value") + 8.0)
+    of_blocks = arguments["block_mean"], arguments["block_square"]
+    moved += launch.grid * (_bytes(launch, "center", "mean") + 8.0) + sum(4.0 * x.numel() for x in of_blocks)
+    return KernelCost(moved, 0.0, gathers=True)
+
+
+def cluster_attention(launch: Launch) -> KernelCost:
+    """Programs of a block read near keys, all landmarks that they see twice, and clusters that a query has chosen."""
+    arguments, constants = launch.arguments, launch.constants
+    length, block = arguments["length"], arguments["block_size"]
+    levels = levels_of(length, CausalNearFarOptions(block, block // 4, 1.0))
+    block_m, dim, value_dim = (constants[x] for x in ("BLOCK_M", "PADDED_HEAD_DIM", "PADDED_VALUE_DIM"))
+    keys = landmarks = 0.0  # of the programs of a head
+    for first in range(arguments["first_block"] * block, length, block):
+        past = max(0, first - block)
+        ended = [past // chunk % BASE * (chunk // leaf) for chunk, leaf in levels]  # clusters
+        found = 0.0
+        if seen := sum(ended):
+            mean = sum(x * leaf for x, (_, leaf) in zip(ended, levels, strict=True)) / seen
+            found = min(_CHOSEN, seen) * mean
+        for start in range(first, first + block, block_m):
+            keys += _in_tiles(min(start + block_m, length) - past, constants["BLOCK_N"]) + found
+            landmarks += sum(_in_tiles(x, constants["BLOCK_C"]) for x in ended)
+    heads, itemsize = arguments["query"].shape[0], arguments["key"].element_size()
+    flops = 2.0 * block_m * (keys * (dim + value_dim) + landmarks * (2 * dim + value_dim))
+    own = (keys + landmarks) * _bytes(launch, "key", "value") + landmarks * (constants["HEAD_DIM"] * itemsize + 16.0)
+    own += length * _bytes(launch, "query", "out", "lse")
+    return KernelCost(heads * own, heads * flops, gathers=True)
+
+
+def _in_tiles(number: int, size: int) -> int:
+    return math.ceil(number / size) * size
+
+
 # Maps the name of a kernel to a function of its launch, whose tensors may be on "meta".
 COSTS: dict[str, Callable[[Launch], KernelCost]] = {
     "block_forward": functools.partial(_blocks, grad=False),
@@ -217,4 +260,6 @@ COSTS: dict[str, Callable[[Launch], KernelCost]] = {
     "direction_sums": direction_sums,
     "direction_output": direction_output,
     "direction_gradient": direction_gradient,
+    "cluster_landmarks": cluster_landmarks,
+    "cluster_attention": cluster_attention,
 }

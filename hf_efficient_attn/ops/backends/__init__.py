@@ -6,6 +6,7 @@ a file with a `Backend`, and a line here before `products`, which takes every ca
 
 from hf_efficient_attn.ops.backends import (
     block_attention,
+    cluster_attention,
     cpu,
     efficient,
     flash,
@@ -14,7 +15,7 @@ from hf_efficient_attn.ops.backends import (
     products,
     random_features,
 )
-from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, LinearBackend
+from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, ClusterBackend, LinearBackend
 
 BACKENDS: tuple[Backend, ...] = (
     cpu.BACKEND,
@@ -26,3 +27,5 @@ BACKENDS: tuple[Backend, ...] = (
 BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND, block_attention.BACKEND)
 # Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.
 FEATURE_BACKENDS: tuple[LinearBackend, ...] = (linear_attention.BACKEND, random_features.BACKEND)
+# Where none applies, the causal form of `nearfar` lists and sorts what its queries choose.
+CLUSTER_BACKENDS: tuple[ClusterBackend, ...] = (cluster_attention.BACKEND,)

@@ -145,6 +145,45 @@ class LinearBackend(NamedTuple):
     attend: Callable[[LinearCall], Partial]
 
 
+class ClusterRule(NamedTuple):
+    """The numbers of `hf_efficient_attn.ops.nearfar.chunks` and `causal`."""
+
+    base: int  # chunks of a level in a chunk of the next one
+    weighted: float  # the share of the weighted mean in the key of a landmark
+    growth: float  # of the margin of a landmark per standard deviation of the scores in its cluster
+    least_spread: float  # the least such deviation
+    largest_spread: float  # the largest one
+    most: int  # a query chooses clusters above the 1 / `most`th part of what all landmarks may miss
+    least: float  # and above this share of all that it attends to
+
+
+class ClusterCall(NamedTuple):
+    """Causal attention to near keys, landmarks of clusters, and clusters that each query chooses."""
+
+    query: Tensor  # (BH, N, D), times the scale
+    key: Tensor  # (BH, N, D)
+    value: Tensor  # (BH, N, Dv)
+    members: Tensor  # int64 (BH, S), the keys of one cluster after another, of one level after another
+    block_mean: Tensor  # (BH, T, D), the mean query of each block that has ended, in the accumulation dtype
+    block_square: Tensor  # (BH, T, D), the mean of the squares of its queries
+    sizes: Tensor  # int32 (E, 2), `levels`
+    block_size: int  # tokens of a block
+    levels: tuple[tuple[int, int], ...]  # tokens of a chunk and of a cluster of each level
+    rule: ClusterRule
+    first_query: int = 0  # outputs of queries before this one may be anything finite
+
+
+class ClusterBackend(NamedTuple):
+    """One way to compute a `ClusterCall` without a list of the choices."""
+
+    name: str  # a name for messages and tests
+    # applies(call, plain) tells whether this backend computes a call, where no gradients are needed. `plain` computes
+    # the same by PyTorch's operations.
+    applies: Callable[[ClusterCall, Callable[[ClusterCall], Partial]], bool]
+    # attend(call) returns the partial (BH, N, Dv) and (BH, N).
+    attend: Callable[[ClusterCall], Partial]
+
+
 def safe_row_max(row_max: Tensor) -> Tensor:
     """Maxima that can be subtracted from scores: -inf, the maximum of an empty set, becomes 0."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

@@ -152,9 +152,8 @@ def _keys_of_list(
 
 
 @triton.jit
-def _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION: tl.constexpr):
+def _add_scores(scores, values, row_max, total, sums, PRECISION: tl.constexpr):
     """Add keys to the maximum of the scores of each query, the sum of its weights, and that of its weighted values."""
-    scores = _dot(queries, tl.trans(keys), PRECISION) * scale + bias  # (BLOCK_M, BLOCK_N)
     new_max = tl.maximum(row_max, tl.max(scores, 1))  # (BLOCK_M,)
     # -inf, the maximum without any key, cannot be subtracted.
     finite = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -162,6 +161,12 @@ def _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PREC
     kept = tl.exp2(row_max - finite)
     sums = sums * kept[:, None] + _dot(weights.to(values.dtype), values, PRECISION)  # (BLOCK_M, Dv)
     return new_max, total * kept + tl.sum(weights, 1), sums
+
+
+@triton.jit
+def _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION: tl.constexpr):
+    scores = _dot(queries, tl.trans(keys), PRECISION) * scale + bias  # (BLOCK_M, BLOCK_N)
+    return _add_scores(scores, values, row_max, total, sums, PRECISION)
 
 
 @triton.jit(do_not_specialize=_SIZES)

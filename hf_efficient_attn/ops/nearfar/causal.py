@@ -22,16 +22,24 @@ from torch import Tensor
 from torch.nn.functional import dropout, embedding_bag, pad
 
 from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, merge, output_of, safe_row_max
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most
+from hf_efficient_attn.ops.backends import CLUSTER_BACKENDS
+from hf_efficient_attn.ops.backends.backend import ClusterCall, ClusterRule
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most, runs_block_kernels
 from hf_efficient_attn.ops.exact import dense_softmax, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.chunks import (
     BASE,
+    GROWTH,
+    LARGEST_SPREAD,
+    LEAST_SPREAD,
+    WEIGHTED,
     CausalNearFarOptions,
     Clusters,
     Level,
+    QueryBlocks,
     cluster_index,
     landmarks_naive,
+    level_sizes,
     levels_of,
     make_clusters,
     members_of,
@@ -81,22 +89,14 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
     def some_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         exact_query = query.to(accumulation_dtype(query.dtype)) * options.scale
         query = exact_query.to(query.dtype)
-        near = _window(query, key, value, options)
         if not levels:
+            near = _window(query, key, value, options.block_size, options.first_query, options.dropout_p)
             return output_of(near, options.with_lse)
-        members = members_of(cluster_index(exact_query, key.to(exact_query.dtype), levels), query.shape[1], levels)
+        index = cluster_index(exact_query, key.to(exact_query.dtype), levels)
         blocks = query_blocks(exact_query, options.block_size)
-        past = []
-        for _, same in itertools.groupby(zip(levels, members, strict=True), lambda pair: pair[0].leaf):
-            equal, own = zip(*same, strict=True)
-            past.append(make_clusters(key, value, equal, own, blocks, options.block_size))
-        far, pairs = _landmarks(exact_query, near.lse, _columns(past), levels, options)
-        parts = [far, near]  # the result has the dtype of the first
-        start = 0
-        for clusters in past:
-            parts.append(_chosen(query, clusters, pairs.of(start, clusters.margin.shape[1]), options.dropout_p))
-            start += clusters.margin.shape[1]
-        return output_of(merge(*parts), options.with_lse)
+        given = query, key, value, index, *blocks, level_sizes(levels, query.device)
+        call = ClusterCall(*given, options.block_size, levels, _rule(), options.first_query)
+        return output_of(_attend(call, options.dropout_p), options.with_lse)
 
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     with torch.autocast(query.device.type, enabled=False):
@@ -104,13 +104,45 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
     return out if options.with_lse else out.to(value.dtype)
 
 
-def _window(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Partial:
+def _rule() -> ClusterRule:
+    return ClusterRule(BASE, WEIGHTED, GROWTH, LEAST_SPREAD, LARGEST_SPREAD, _MOST, _LEAST)
+
+
+def _attend(call: ClusterCall, dropout_p: float) -> Partial:
+    for backend in CLUSTER_BACKENDS if runs_block_kernels(call.query.device) and dropout_p == 0.0 else ():
+        if backend.applies(call, _plain):
+            return backend.attend(call)
+    return _plain(call, dropout_p)
+
+
+def _plain(call: ClusterCall, dropout_p: float = 0.0) -> Partial:
+    """Compute a call by PyTorch's operations."""
+    query, key, value = call[:3]
+    levels = tuple(Level(*level) for level in call.levels)
+    near = _window(query, key, value, call.block_size, call.first_query, dropout_p)
+    blocks = QueryBlocks(call.block_mean, call.block_square)
+    members = members_of(call.members, query.shape[1], levels)
+    past = []
+    for _, same in itertools.groupby(zip(levels, members, strict=True), lambda pair: pair[0].leaf):
+        equal, own = zip(*same, strict=True)
+        past.append(make_clusters(key, value, equal, own, blocks, call.block_size))
+    exact_query = query.to(near.lse.dtype)
+    far, pairs = _landmarks(exact_query, near.lse, _columns(past), levels, call.first_query, dropout_p)
+    parts = [far, near]  # the result has the dtype of the first
+    start = 0
+    for clusters in past:
+        parts.append(_chosen(query, clusters, pairs.of(start, clusters.margin.shape[1]), dropout_p))
+        start += clusters.margin.shape[1]
+    return merge(*parts)
+
+
+def _window(query: Tensor, key: Tensor, value: Tensor, block_size: int, first_query: int, dropout_p: float) -> Partial:
     """Compute attention of queries (BH, N, D) to their own block and the block before it."""
     length = query.shape[1]
-    size = min(options.block_size, length)
+    size = min(block_size, length)
     block = torch.ones(size, size, dtype=torch.bool, device=query.device)
-    call: dict[str, Any] = {"scale": 1.0, "dropout_p": options.dropout_p}
-    skipped = options.first_query // size * size
+    call: dict[str, Any] = {"scale": 1.0, "dropout_p": dropout_p}
+    skipped = first_query // size * size
     parts = []
     if not skipped:
         own_query, own_key, own_value = (x[:, None, :size] for x in (query, key, value))
@@ -149,11 +181,16 @@ def _columns(past: list[Clusters]) -> Columns:
 
 
 def _landmarks(
-    query: Tensor, window_lse: Tensor, table: Columns, levels: tuple[Level, ...], options: CausalNearFarOptions
+    query: Tensor,
+    window_lse: Tensor,
+    table: Columns,
+    levels: tuple[Level, ...],
+    first_query: int,
+    dropout_p: float,
 ) -> tuple[Partial, Pairs]:
     """Compute attention of queries (BH, N, D), which are times the scale, to landmarks, and choose clusters."""
     batch_heads, length, _ = query.shape
-    block = options.block_size
+    block = levels[0].chunk
     starts = tuple(itertools.accumulate((length // chunk * (chunk // leaf) for chunk, leaf in levels), initial=0))
     # A span of queries begins a block after chunks of the first level end.
     span = BASE * block
@@ -161,7 +198,7 @@ def _landmarks(
     num_spans = spans[0].shape[1]
     width = sum((BASE - 1) * (chunk // leaf) for chunk, leaf in levels)
     step = spans_together(batch_heads * span * width, query.device)
-    first = max(0, options.first_query - block) // span
+    first = max(0, first_query - block) // span
     begin = block + first * span
     outs = []
     found = []
@@ -170,7 +207,7 @@ def _landmarks(
         queries, lse = (x[:, start : start + step].flatten(0, 1) for x in spans)
         columns = Columns(*(take(x, seen.expand(batch_heads, -1, -1)).flatten(0, 1) for x in table))
         hidden = _not_ended(levels[0].chunk // levels[0].leaf, query.device)
-        out, (row, place, column) = _far(queries, lse, columns, hidden, options.dropout_p)
+        out, (row, place, column) = _far(queries, lse, columns, hidden, dropout_p)
         outs.append(out.view(batch_heads, -1, out.shape[2]))
         head = row.div(len(seen), rounding_mode="floor")
         part = row - head * len(seen)

@@ -22,13 +22,13 @@ BASE = 4
 # with the square root of the length.
 _EQUAL_LEVELS = 3
 # A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
-_WEIGHTED = 0.25
+WEIGHTED = 0.25
 # What a landmark may miss is computed from a standard deviation of the scores of its keys that is clamped to these
 # limits.
-_LEAST_SPREAD = 1e-3
-_LARGEST_SPREAD = 6.0
+LEAST_SPREAD = 1e-3
+LARGEST_SPREAD = 6.0
 # The margin grows by this per standard deviation, because later queries may differ more than those of the chunk.
-_GROWTH = 2.0
+GROWTH = 2.0
 
 
 class CausalNearFarOptions(NamedTuple):
@@ -67,6 +67,12 @@ def levels_of(length: int, options: CausalNearFarOptions) -> tuple[Level, ...]:
         levels.append(Level(chunk, options.leaf << max(0, len(levels) + 1 - _EQUAL_LEVELS)))
         chunk *= BASE
     return tuple(levels)
+
+
+@constant
+def level_sizes(levels: tuple[Level, ...], device: torch.device) -> Tensor:
+    """Return the sizes of chunks and clusters as a tensor, int32 (E, 2)."""
+    return torch.tensor(levels, dtype=torch.int32, device=device)
 
 
 class Clusters(NamedTuple):
@@ -202,15 +208,15 @@ def make_clusters(
     score = score - score.mean(2, keepdim=True)
     log = score.logsumexp(2, keepdim=True)  # (BH, M, 1)
     weight = (score - log).exp()  # (BH, M, leaf)
-    share = torch.lerp(torch.full_like(weight, 1.0 / weight.shape[2]), weight, _WEIGHTED)
+    share = torch.lerp(torch.full_like(weight, 1.0 / weight.shape[2]), weight, WEIGHTED)
     center, mean = ((x.unsqueeze(2) @ y).squeeze(2) for x, y in ((share, keys), (weight, values)))
-    log_weight = log.squeeze(2) - _WEIGHTED * (weight * score).sum(2)
+    log_weight = log.squeeze(2) - WEIGHTED * (weight * score).sum(2)
     return Clusters(*given, center, log_weight, mean, _margin((variance * square).sum(2)))
 
 
 def _margin(variance: Tensor) -> Tensor:
-    spread = variance.sqrt().clamp(_LEAST_SPREAD, _LARGEST_SPREAD)
-    return spread.log() + _GROWTH * spread
+    spread = variance.sqrt().clamp(LEAST_SPREAD, LARGEST_SPREAD)
+    return spread.log() + GROWTH * spread
 
 
 def landmarks_naive(
@@ -228,7 +234,7 @@ def landmarks_naive(
         queries = query[start : start + level.chunk][-block_size:]
         last = queries.mean(0)  # (D,)
         weight = (keys @ last).softmax(0)
-        center = torch.lerp(keys.mean(0), weight @ keys, _WEIGHTED)
+        center = torch.lerp(keys.mean(0), weight @ keys, WEIGHTED)
         log_weight = ((keys - center) @ last).logsumexp(0)
         variance = ((keys - keys.mean(0)).square() @ queries.square().mean(0)).mean()
         found.append((center, log_weight, weight @ value[members], _margin(variance)))

@@ -1,0 +1,109 @@
+"""Causal attention to near keys, landmarks and chosen clusters by two Triton kernels. They have no gradients."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hf_efficient_attn.ops.backends import launches
+from hf_efficient_attn.ops.backends.backend import ClusterBackend, ClusterCall, Partial
+from hf_efficient_attn.ops.backends.launches import Launch, Tile
+
+# Maps the bytes of a number and the larger one of D and Dv, padded, to the tile of queries and near keys.
+_TILES = {
+    (2, 64): Tile(64, 64, 8, 2),
+    (2, 128): Tile(64, 32, 8, 1),
+    (2, 256): Tile(32, 16, 8, 1),
+    (4, 64): Tile(32, 32, 4, 1),
+    (4, 128): Tile(16, 32, 8, 1),
+    (4, 256): Tile(16, 16, 8, 1),
+}
+# Landmarks and keys of a cluster are processed so many at a time.
+_LANDMARKS = 32
+_KEYS = 64
+
+
+def _kernels() -> ModuleType:
+    from hf_efficient_attn.ops.backends import triton_cluster_attention  # Triton is no dependency
+
+    return triton_cluster_attention
+
+
+def _applies(call: ClusterCall, plain: Callable[[ClusterCall], Partial]) -> bool:
+    tensors = call[:3]
+    if not launches.takes(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
+    form = *(x.dtype for x in tensors), call.query.shape[2], call.value.shape[2], call.block_size, call.levels[0]
+    return launches.passes_check("clusters", call.query.device, form, lambda: check(call, plain))
+
+
+def check(call: ClusterCall, plain: Callable[[ClusterCall], Partial]) -> None:
+    """Compare the kernels that compute a call with `plain` in float64, on a small input."""
+    block = call.block_size
+    device = call.query.device
+    levels = call.levels[0], (call.rule.base * block, call.levels[0][1])
+    length = (call.rule.base + 2) * block + block // 2
+    query, key, value = (
+        launches.numbers((2, length, x.shape[2]), device, x.dtype, 1.0 + i) for i, x in enumerate(call[:3])
+    )
+    members = torch.cat([torch.arange(length // chunk * chunk, device=device).flip(0) for chunk, _ in levels])
+    sizes = torch.tensor(levels, dtype=torch.int32, device=device)
+    blocks = query[:, : length // block * block].double().unflatten(1, (-1, block))
+    means = blocks.mean(2).float(), blocks.square().mean(2).float()
+    small = ClusterCall(query, key, value, members.repeat(2, 1), *means, sizes, block, levels, call.rule)
+    query, key, value = (x.double() for x in small[:3])
+    means = means[0].double(), means[1].double()
+    exact = ClusterCall(query, key, value, small.members, *means, sizes, block, levels, call.rule)
+    found, expected = _attend(small), plain(exact)
+    for x, y in zip(found, expected, strict=True):
+        launches.check_close(x, y, 3e-2 if call.value.dtype == torch.bfloat16 else 4e-3)
+
+
+def _attend(call: ClusterCall) -> Partial:
+    query, key, value = (x.contiguous() for x in call[:3])
+    (heads, length, head_dim), value_dim = query.shape, value.shape[2]
+    clusters = sum(length // chunk * (chunk // leaf) for chunk, leaf in call.levels)
+    landmarks = {
+        "center": key.new_empty(heads, clusters, head_dim),
+        "mean": value.new_empty(heads, clusters, value_dim),
+    }
+    landmarks |= {x: key.new_empty(heads, clusters, dtype=torch.float32) for x in ("log_weight", "margin")}
+    block_n = min(_KEYS, launches.padded(call.levels[0][1]))
+    shared: dict[str, Any] = {
+        "key": key, "value": value, "members": call.members.contiguous(), **landmarks, "length": length,
+        "clusters": clusters, "num_members": call.members.shape[1], "block_size": call.block_size,
+        "levels": call.sizes, "num_levels": len(call.levels),
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "HEAD_DIM": head_dim, "PADDED_HEAD_DIM": launches.padded(head_dim), "VALUE_DIM": value_dim,
+        "PADDED_VALUE_DIM": launches.padded(value_dim), "BLOCK_L": block_n,
+    }  # fmt: skip
+    rule = call.rule._asdict()
+    arguments = shared | {name: rule[name] for name in ("weighted", "growth", "least_spread", "largest_spread")}
+    of_blocks = {"block_mean": call.block_mean.contiguous(), "block_square": call.block_square.contiguous()}
+    arguments |= of_blocks | {"num_blocks": call.block_mean.shape[1]}
+    width = max(64, launches.padded(max(head_dim, value_dim)))
+    launches.launch(Launch("cluster_landmarks", _kernels, heads * clusters, arguments, constants, width // 32, 1))
+    tile = _TILES[max(2, key.element_size(), value.element_size()), width]
+    block_m = min(tile.block_m, launches.padded(call.block_size))
+    first_block = call.first_query // call.block_size
+    num_blocks = -(-length // call.block_size)
+    chunks = -(-call.block_size // block_m)
+    new = torch.zeros if first_block else torch.empty
+    out = new(heads, length, value_dim, dtype=value.dtype, device=value.device)
+    lse = new(heads, length, dtype=torch.float32, device=value.device)
+    arguments = shared | {name: rule[name] for name in ("base", "most", "least")} | {
+        "query": query, "out": out, "lse": lse, "num_blocks": num_blocks, "first_block": first_block, "chunks": chunks,
+    }  # fmt: skip
+    tiles: dict[str, Any] = {
+        "BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_C": _LANDMARKS,
+        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
+    }  # fmt: skip
+    grid = heads * (num_blocks - first_block) * chunks
+    of_tile = tile.num_warps, tile.num_stages
+    launches.launch(Launch("cluster_attention", _kernels, grid, arguments, constants | tiles, *of_tile))
+    return Partial(out, lse)
+
+
+BACKEND = ClusterBackend("cluster_attention", _applies, _attend)

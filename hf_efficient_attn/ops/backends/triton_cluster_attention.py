@@ -1,0 +1,221 @@
+"""Triton kernels for causal attention to near keys, landmarks of clusters, and clusters that each query chooses.
+
+A program of `cluster_landmarks` makes the landmark of one cluster. A program of `cluster_attention` has some queries of
+one block, which all see the same clusters. It attends to near keys, then sums what all landmarks may miss, and then
+attends to landmarks. The keys of a cluster that one of its queries has chosen are read where they are, and count for
+the queries that have chosen it. So no pairs of queries and clusters are stored or sorted.
+
+Only `hf_efficient_attn.ops.backends.cluster_attention` imports this module, which documents the tensors. With
+TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
+"""
+
+import triton
+import triton.language as tl
+
+from hf_efficient_attn.ops.backends.triton_block_attention import (
+    _LN_2,
+    _LOG2_E,
+    _add_scores,
+    _dot,
+    _load_rows,
+    _store_rows,
+)
+
+# Sizes change with the lengths, and a kernel is not compiled anew for each.
+_SIZES = [
+    "length", "clusters", "num_members", "num_blocks", "block_size", "num_levels", "base", "first_block", "chunks",
+]  # fmt: skip
+
+
+@triton.jit
+def _sizes(levels, level):
+    """Load the number of tokens of a chunk and of a cluster of a level."""
+    return tl.load(levels + 2 * level), tl.load(levels + 2 * level + 1)
+
+
+@triton.jit
+def _load_keys(members, at, some, size, row, key, value, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+               PADDED: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
+    """Load some members of a cluster: which exist (BLOCK_L,), keys and values. `row` is the first row of the head."""
+    place = some + tl.arange(0, BLOCK_L)
+    exists = place < size
+    own = row + tl.load(members + at + place, mask=exists, other=0)
+    keys = _load_rows(key, own, exists, DIM, PADDED)
+    return exists, keys, _load_rows(value, own, exists, VALUE_DIM, PADDED_VALUE)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def cluster_landmarks(
+    key, value, members, block_mean, block_square, center, mean, log_weight, margin, length, clusters, num_members,
+    num_blocks, block_size, levels, num_levels, weighted, growth, least_spread, largest_spread,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Compute the key, the value, the log weight and the margin of the landmark of a cluster."""
+    program = tl.program_id(0)
+    head = (program // clusters).to(tl.int64)
+    cluster = program % clusters
+    low = 0
+    begin = 0
+    at = 0
+    own_size = 0
+    of_block = 0
+    for level in range(num_levels):
+        chunk, size = _sizes(levels, level)
+        place = cluster - low
+        count = length // chunk
+        is_own = (place >= 0) & (place < count * (chunk // size))
+        at = tl.where(is_own, begin + place * size, at)
+        own_size = tl.where(is_own, size, own_size)
+        of_block = tl.where(is_own, (place * size // chunk + 1) * (chunk // block_size) - 1, of_block)
+        low += count * (chunk // size)
+        begin += count * chunk
+    first = head * num_members + at
+    row = head * length
+    dims = tl.arange(0, PADDED_HEAD_DIM)
+    key_mean = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    for some in range(0, own_size, BLOCK_L):
+        exists, keys, _ = _load_keys(
+            members, first, some, own_size, row, key, value, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM,
+            BLOCK_L,
+        )  # fmt: skip
+        key_mean += tl.sum(keys.to(tl.float32), 0)
+    key_mean = key_mean / own_size
+    of_block = (head * num_blocks + of_block) * HEAD_DIM
+    last = tl.load(block_mean + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
+    square = tl.load(block_square + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
+    largest = float("-inf")
+    total = 0.0
+    score_sum = 0.0
+    key_sum = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    value_sum = tl.zeros((PADDED_VALUE_DIM,), tl.float32)
+    variance = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    for some in range(0, own_size, BLOCK_L):
+        exists, keys, values = _load_keys(
+            members, first, some, own_size, row, key, value, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM,
+            BLOCK_L,
+        )  # fmt: skip
+        centered = tl.where(exists[:, None], keys.to(tl.float32) - key_mean[None, :], 0.0)  # (BLOCK_L, D)
+        score = tl.where(exists, tl.sum(centered * last[None, :], 1), float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 0))
+        kept = tl.exp2((largest - new_largest) * _LOG2_E)
+        weight = tl.exp2((score - new_largest) * _LOG2_E)  # (BLOCK_L,)
+        total = total * kept + tl.sum(weight, 0)
+        score_sum = score_sum * kept + tl.sum(weight * tl.where(exists, score, 0.0), 0)
+        key_sum = key_sum * kept + tl.sum(weight[:, None] * centered, 0)
+        value_sum = value_sum * kept + tl.sum(weight[:, None] * values.to(tl.float32), 0)
+        variance += tl.sum(centered * centered, 0)
+        largest = new_largest
+    spread = tl.sqrt(tl.sum(variance * square, 0) / own_size)
+    spread = tl.minimum(tl.maximum(spread, least_spread), largest_spread)
+    tl.store(margin + program, tl.log2(spread) * _LN_2 + growth * spread)
+    tl.store(log_weight + program, largest + tl.log2(total) * _LN_2 - weighted * score_sum / total)
+    own = program.to(tl.int64)
+    found = key_mean + weighted * key_sum / total
+    tl.store(center + own * HEAD_DIM + dims, found.to(center.dtype.element_ty), mask=dims < HEAD_DIM)
+    dims = tl.arange(0, PADDED_VALUE_DIM)
+    found = value_sum / total
+    tl.store(mean + own * VALUE_DIM + dims, found.to(mean.dtype.element_ty), mask=dims < VALUE_DIM)
+
+
+@triton.jit
+def _landmark_scores(
+    queries, center, log_weight, margin, head, clusters, at, high, DIM: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute scores of landmarks (BLOCK_M, BLOCK_C), and these plus the margins, as exponents of two."""
+    column = at + tl.arange(0, BLOCK_C)
+    seen = column < high
+    own = head * clusters + column
+    weight = tl.load(log_weight + own, mask=seen, other=float("-inf"))
+    missed = tl.load(margin + own, mask=seen, other=0.0)
+    centers = _load_rows(center, own, seen, DIM, PADDED)
+    score = (_dot(queries, tl.trans(centers), PRECISION) + weight[None, :]) * _LOG2_E
+    return column, own, seen, score, score + missed[None, :] * _LOG2_E
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def cluster_attention(
+    query, key, value, members, center, mean, log_weight, margin, out, lse, length, clusters, num_members, num_blocks,
+    block_size, levels, num_levels, base, first_block, chunks, most, least, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute out and lse of some queries of a block."""
+    program = tl.program_id(0)
+    number = program // chunks
+    blocks = num_blocks - first_block
+    head = (number // blocks).to(tl.int64)
+    block = first_block + number % blocks
+    first = block * block_size + (program % chunks) * BLOCK_M
+    last = tl.minimum(tl.minimum(first + BLOCK_M, (block + 1) * block_size), length)
+    position = first + tl.arange(0, BLOCK_M)
+    exists = position < last
+    row = head * length
+    queries = _load_rows(query, row + position, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    past = tl.maximum(block - 1, 0) * block_size  # the first near key
+    for at in range(past, last, BLOCK_N):
+        own = at + tl.arange(0, BLOCK_N)
+        keys = _load_rows(key, row + own, own < last, HEAD_DIM, PADDED_HEAD_DIM)
+        values = _load_rows(value, row + own, own < last, VALUE_DIM, PADDED_VALUE_DIM)
+        score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
+        score = tl.where(own[None, :] <= position[:, None], score, float("-inf"))
+        row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
+    # What all landmarks that a query sees may miss
+    near = row_max + tl.log2(total)
+    largest = near
+    number_of = tl.full((BLOCK_M,), 1.0, tl.float32)
+    low = 0
+    for level in range(num_levels):
+        chunk, size = _sizes(levels, level)
+        ended = past // chunk
+        high = low + ended * (chunk // size)
+        for at in range(low + ended // base * base * (chunk // size), high, BLOCK_C):
+            _, _, seen, _, bound = _landmark_scores(
+                queries, center, log_weight, margin, head, clusters, at, high, HEAD_DIM, PADDED_HEAD_DIM, BLOCK_C,
+                PRECISION,
+            )  # fmt: skip
+            new_largest = tl.maximum(largest, tl.max(bound, 1))
+            number_of = number_of * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(bound - new_largest[:, None]), 1)
+            largest = new_largest
+        low += length // chunk * (chunk // size)
+    all_bounds = largest + tl.log2(number_of)
+    least_bound = all_bounds + tl.log2(tl.maximum((1.0 - tl.exp2(near - all_bounds)) / most, least))
+    # Landmarks, or the keys of their clusters
+    low = 0
+    begin = 0
+    for level in range(num_levels):
+        chunk, size = _sizes(levels, level)
+        ended = past // chunk
+        high = low + ended * (chunk // size)
+        for at in range(low + ended // base * base * (chunk // size), high, BLOCK_C):
+            column, own, seen, score, bound = _landmark_scores(
+                queries, center, log_weight, margin, head, clusters, at, high, HEAD_DIM, PADDED_HEAD_DIM, BLOCK_C,
+                PRECISION,
+            )  # fmt: skip
+            chosen = (bound > least_bound[:, None]) & exists[:, None]
+            values = _load_rows(mean, own, seen, VALUE_DIM, PADDED_VALUE_DIM)
+            score = tl.where(chosen, float("-inf"), score)
+            row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
+            left = tl.max(chosen.to(tl.int32), 0)  # (BLOCK_C,), whether some query has chosen a cluster
+            for _ in range(tl.sum(left, 0)):
+                cluster = tl.min(tl.where(left > 0, column, high), 0)
+                is_own = column == cluster
+                left = tl.where(is_own, 0, left)
+                uses = tl.max(tl.where(is_own[None, :], chosen.to(tl.int32), 0), 1)  # (BLOCK_M,)
+                of_cluster = head * num_members + begin + (cluster - low) * size
+                for some in range(0, size, BLOCK_L):
+                    there, keys, values = _load_keys(
+                        members, of_cluster, some, size, row, key, value, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM,
+                        PADDED_VALUE_DIM, BLOCK_L,
+                    )  # fmt: skip
+                    score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
+                    score = tl.where((uses[:, None] > 0) & there[None, :], score, float("-inf"))
+                    row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
+        low += length // chunk * (chunk // size)
+        begin += length // chunk * chunk
+    tl.store(lse + row + position, (row_max + tl.log2(total)) * _LN_2, exists)
+    _store_rows(out, row + position, exists, sums / total[:, None], VALUE_DIM, PADDED_VALUE_DIM)
