@@ -166,7 +166,9 @@ class Recorder(TorchDispatchMode):
         m = self.machine
         cost = COSTS[call.name](call)
         is_half = any(x.dtype in _HALF for x in call.arguments.values() if isinstance(x, Tensor))
-        rate = (m.gathered if cost.gathers else m.contiguous) if is_half else m.triton_single
+        rate = m.triton_single
+        if is_half:
+            rate = 1.0 / (cost.gathered / m.gathered + (1.0 - cost.gathered) / m.contiguous)
         self.add(call.name, cost.moved, cost.flops, rate, cost.atomics / m.row_atomics, ops=2)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

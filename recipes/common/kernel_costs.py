@@ -10,9 +10,9 @@ from torch import Tensor
 from hf_efficient_attn.ops.backends.launches import Launch
 from hf_efficient_attn.ops.nearfar.chunks import BASE, CausalNearFarOptions, levels_of
 
-# As many clusters some of 64 queries of the causal form of `nearfar` choose, on activations of GPT-2 and MiniLM of
-# 2,048 to 8,192 tokens.
-_CHOSEN = 44
+# So many clusters are chosen by some of 64 queries of the causal form of `nearfar`, on activations of GPT-2 and MiniLM,
+# in the second half of 2,048 to 8,192 tokens.
+_CHOSEN = 38
 
 
 class KernelCost(NamedTuple):
@@ -21,13 +21,13 @@ class KernelCost(NamedTuple):
     Attributes:
         moved: bytes that all programs read and write.
         flops: floating-point operations of the products, those of masked pairs included.
-        gathers: whether the kernel reads keys by index.
+        gathered: the share of the products with keys that are read by index.
         atomics: numbers that are added atomically.
     """
 
     moved: float
     flops: float
-    gathers: bool
+    gathered: float
     atomics: float = 0.0
 
 
@@ -49,12 +49,12 @@ def _blocks(call: Launch, *, grad: bool) -> KernelCost:
     moved = (in_range + listed) * dims * itemsize + in_range * in_order + listed * 12.0
     moved += rows * (dims * itemsize * (2 if grad else 1) + 8.0 + 8.0 * (given["order"] is not None))
     products = 2.0 * block_m * (_padded(call, in_range) + _padded(call, listed)) * padded
-    gathers = listed + (in_range if given["key_order"] is not None else 0.0) > 0.5 * (in_range + listed)
+    gathered = (listed + in_range * (given["key_order"] is not None)) / max(1.0, in_range + listed)
     if not grad:
-        return KernelCost(moved, products, gathers)
+        return KernelCost(moved, products, gathered)
     # A range has three products instead of two, and a list five.
     more = _padded(call, in_range) * 0.5 + _padded(call, listed) * 1.5
-    return KernelCost(moved, products + 2.0 * block_m * more * padded, gathers, listed * (dims + 1.0))
+    return KernelCost(moved, products + 2.0 * block_m * more * padded, gathered, listed * (dims + 1.0))
 
 
 def _padded(call: Launch, keys: float) -> float:
@@ -98,7 +98,7 @@ def _keys(call: Launch) -> KernelCost:
     rows = heads * given["kv_len"] * dims
     moved = queries * (dims * itemsize + 8.0 + 8.0 * (given["order"] is not None)) + 2.0 * rows * itemsize
     moved += 4.0 * rows * (given["listed_grad_key"] is not None)
-    return KernelCost(moved, 4.0 * block_n * queries * padded, given["order"] is not None)
+    return KernelCost(moved, 4.0 * block_n * queries * padded, float(given["order"] is not None))
 
 
 def _linear_pairs(launch: Launch) -> tuple[float, float]:
@@ -129,7 +129,7 @@ def linear_state(launch: Launch) -> KernelCost:
     tokens = min(length, (segments - 1) * segment) if constants["IS_CAUSAL"] else length
     products = -(-tokens // constants["BLOCK_N"]) * constants["BLOCK_N"] * constants["PADDED"] * constants["PADDED_V"]
     moved = heads * tokens * _bytes(launch, "token", "vector", "key_mask", "lse", "weight") + 4 * math.prod(state.shape)
-    return KernelCost(moved, 2.0 * heads * products, gathers=False)
+    return KernelCost(moved, 2.0 * heads * products, gathered=0.0)
 
 
 def _linear(launch: Launch, own: tuple[str, ...], sources: tuple[str, ...], of_state: int, of_pairs: str) -> KernelCost:
@@ -148,7 +148,7 @@ def _linear(launch: Launch, own: tuple[str, ...], sources: tuple[str, ...], of_s
         read, pairs = _linear_pairs(launch)
         moved += heads * read * _bytes(launch, *sources)
         flops += 2.0 * heads * pairs * sum(dims[x] for x in of_pairs)
-    return KernelCost(moved, flops, gathers=False)
+    return KernelCost(moved, flops, gathered=0.0)
 
 
 def linear_output(launch: Launch) -> KernelCost:
@@ -188,7 +188,7 @@ def _directions(
     moved = heads * length * blocks * _bytes(launch, *of_tokens)
     moved += passes * (count * _bytes(launch, *of_directions) + directions.numel() * directions.element_size())
     parts = directions.ndim - 1  # of the directions, each with a product
-    return KernelCost(moved, 2.0 * pairs * (parts * dims["d"] + sum(dims[x] for x in products)), gathers=False)
+    return KernelCost(moved, 2.0 * pairs * (parts * dims["d"] + sum(dims[x] for x in products)), gathered=0.0)
 
 
 def direction_sums(launch: Launch) -> KernelCost:
@@ -211,13 +211,12 @@ def direction_gradient(launch: Launch) -> KernelCost:
 
 
 def cluster_landmarks(launch: Launch) -> KernelCost:
-    """A program reads the keys and values of a cluster, and writes a landmark. It has no products of matrices."""
+    """A program reads the keys of a cluster twice and its values once, and writes a landmark. It has no products."""
     arguments = launch.arguments
     heads, members = arguments["members"].shape
-    moved = heads * members * (_bytes(launch, "key", "value") + 8.0)
-    of_blocks = arguments["block_mean"], arguments["block_square"]
-    moved += launch.grid * (_bytes(launch, "center", "mean") + 8.0) + sum(4.0 * x.numel() for x in of_blocks)
-    return KernelCost(moved, 0.0, gathers=True)
+    moved = heads * members * (_bytes(launch, "key", "key", "value") + 16.0)
+    moved += launch.grid * (_bytes(launch, "center", "mean", "block_mean", "block_square") + 8.0)
+    return KernelCost(moved, 0.0, gathered=1.0)
 
 
 def cluster_attention(launch: Launch) -> KernelCost:
@@ -226,7 +225,8 @@ def cluster_attention(launch: Launch) -> KernelCost:
     length, block = arguments["length"], arguments["block_size"]
     levels = levels_of(length, CausalNearFarOptions(block, block // 4, 1.0))
     block_m, dim, value_dim = (constants[x] for x in ("BLOCK_M", "PADDED_HEAD_DIM", "PADDED_VALUE_DIM"))
-    keys = landmarks = 0.0  # of the programs of a head
+    # Of the programs of a head: near keys and landmarks, without and with the padding of tiles, and keys of clusters
+    near = landmarks = near_padded = landmarks_padded = chosen = 0.0
     for first in range(arguments["first_block"] * block, length, block):
         past = max(0, first - block)
         ended = [past // chunk % BASE * (chunk // leaf) for chunk, leaf in levels]  # clusters
@@ -235,13 +235,21 @@ def cluster_attention(launch: Launch) -> KernelCost:
             mean = sum(x * leaf for x, (_, leaf) in zip(ended, levels, strict=True)) / seen
             found = min(_CHOSEN, seen) * mean
         for start in range(first, first + block, block_m):
-            keys += _in_tiles(min(start + block_m, length) - past, constants["BLOCK_N"]) + found
-            landmarks += sum(_in_tiles(x, constants["BLOCK_C"]) for x in ended)
+            own = max(0, min(start + block_m, length) - past)
+            near += own
+            near_padded += _in_tiles(own, constants["BLOCK_N"])
+            landmarks += seen
+            chosen += found
+            landmarks_padded += sum(_in_tiles(x, constants["BLOCK_C"]) for x in ended)
     heads, itemsize = arguments["query"].shape[0], arguments["key"].element_size()
-    flops = 2.0 * block_m * (keys * (dim + value_dim) + landmarks * (2 * dim + value_dim))
-    own = (keys + landmarks) * _bytes(launch, "key", "value") + landmarks * (constants["HEAD_DIM"] * itemsize + 16.0)
-    own += length * _bytes(launch, "query", "out", "lse")
-    return KernelCost(heads * own, heads * flops, gathers=True)
+    flops = (near_padded + chosen + landmarks_padded) * (dim + value_dim) + landmarks_padded * dim
+    flops *= 2.0 * block_m
+    moved = (near + chosen + landmarks) * _bytes(launch, "key", "value") + length * _bytes(
+        launch, "query", "out", "lse"
+    )
+    moved += landmarks * (constants["HEAD_DIM"] * itemsize + 16.0)
+    gathered = 2.0 * block_m * chosen * (dim + value_dim) / flops
+    return KernelCost(heads * moved, heads * flops, gathered)
 
 
 def _in_tiles(number: int, size: int) -> int:

@@ -3,15 +3,24 @@
 The promises compare it with its readable form.
 """
 
+import importlib.util
+
 import pytest
 import torch
 
 from each import close
 from hf_efficient_attn.analysis import exact_output
+from hf_efficient_attn.ops.backends import cluster_attention, launches
 from hf_efficient_attn.ops.nearfar import causal as causal_nearfar
 from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive
 from hf_efficient_attn.ops.nearfar.chunks import cluster_index, levels_of, members_of, split_columns
 from instances import inputs, numbers, relative_error
+from recipes.common import kernel_costs
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensors(length, seed=0):
@@ -115,3 +124,91 @@ def test_dropout_keeps_the_mean():
     outs = [causal_nearfar_attention(*given, options._replace(dropout_p=0.2)) for _ in range(200)]
     assert relative_error(torch.stack(outs).mean(0), causal_nearfar_attention(*given, options)) < 0.1
     assert not torch.equal(outs[0], outs[1])
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    """The launches of the kernels, which take what they would take on a GPU, and are not checked."""
+    found = []
+    run = launches.launch
+    monkeypatch.setattr(launches, "launch", lambda call: (found.append(call), run(call)))
+    if DEVICE == "cpu":
+        monkeypatch.setattr(launches, "takes", lambda *x: all(y.dtype != torch.float64 for y in x))
+    monkeypatch.setattr(launches, "passes_check", lambda *_: True)
+    monkeypatch.setattr(causal_nearfar, "runs_block_kernels", lambda device: True)
+    return found
+
+
+def of_kernels(length=300, dims=(16, 16), dtype=torch.float32):
+    """Query, key and value that have peaked weights, so that queries choose different clusters."""
+    return [(2.0 * numbers(2, length, n, seed=i)).to(DEVICE, dtype) for i, n in enumerate((dims[0], *dims))]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("columns", "given", "first"),
+    [
+        (64, {}, 0),
+        (33, {"length": 150, "dims": (20, 12)}, 0),  # blocks and clusters of odd sizes
+        (64, {"length": 290}, 150),
+        (16, {"length": 150, "dims": (32, 8)}, 0),  # four levels, of which the last has larger clusters
+        (64, {"dtype": torch.bfloat16}, 0),
+        (64, {"dtype": torch.float16}, 0),
+    ],
+)
+def test_kernels_compute_the_same(columns, given, first, by_kernels):
+    given = of_kernels(**given)
+    options = split_columns(columns, 0.25, with_lse=True)._replace(first_query=first)
+    out = causal_nearfar_attention(*given, options)
+    assert [x.name for x in by_kernels] == ["cluster_landmarks", "cluster_attention"]
+    expected = causal_nearfar_naive(*given, options)
+    # A rounded score may change a choice.
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[given[0].dtype]
+    assert relative_error(out[:, first:], expected[:, first:]) < tolerance
+
+
+@needs_triton
+def test_calls_that_kernels_do_not_take(by_kernels):
+    options = split_columns(64, 0.25)
+    given = of_kernels()
+    causal_nearfar_attention(*(x.requires_grad_() for x in given), options).sum().backward()
+    causal_nearfar_attention(*(x.detach() for x in given), options._replace(dropout_p=0.1))
+    assert not {x.name for x in by_kernels} & {"cluster_landmarks", "cluster_attention"}
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_check_of_the_kernels(dtype, by_kernels, monkeypatch):
+    calls = []
+    backend = cluster_attention.BACKEND._replace(applies=lambda call, plain: bool(calls.append((call, plain))))
+    monkeypatch.setattr(causal_nearfar, "CLUSTER_BACKENDS", (backend,))
+    causal_nearfar_attention(*of_kernels(dtype=dtype), split_columns(64, 0.25))
+    ((call, plain),) = calls
+    cluster_attention.check(call, plain)
+    with pytest.raises(ArithmeticError, match="differs"):
+        cluster_attention.check(call, lambda small: plain(small._replace(value=1.2 * small.value)))
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
+def test_costs_are_what_the_kernels_move(by_kernels, monkeypatch):
+    """Without chosen clusters, whose number the costs assume."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    moved = 0
+
+    def counted(function, position):
+        def call(self, pointers, *arguments):
+            nonlocal moved
+            moved += int(arguments[position].data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+            return function(self, pointers, *arguments)
+
+        return call
+
+    for name, position in (("load", 0), ("store", 1)):
+        function = getattr(InterpreterBuilder, f"create_masked_{name}")
+        monkeypatch.setattr(InterpreterBuilder, f"create_masked_{name}", counted(function, position))
+    monkeypatch.setattr(causal_nearfar, "_LEAST", 2.0)
+    monkeypatch.setattr(kernel_costs, "_CHOSEN", 0)
+    causal_nearfar_attention(*of_kernels(dtype=torch.bfloat16), split_columns(64, 0.25))
+    assert moved == pytest.approx(sum(kernel_costs.COSTS[x.name](x).moved for x in by_kernels), rel=0.1)

@@ -12,8 +12,8 @@ from hf_efficient_attn.ops.backends.launches import Launch, Tile
 
 # Maps the bytes of a number and the larger one of D and Dv, padded, to the tile of queries and near keys.
 _TILES = {
-    (2, 64): Tile(64, 64, 8, 2),
-    (2, 128): Tile(64, 32, 8, 1),
+    (2, 64): Tile(64, 64, 4, 1),
+    (2, 128): Tile(64, 32, 4, 1),
     (2, 256): Tile(32, 16, 8, 1),
     (4, 64): Tile(32, 32, 4, 1),
     (4, 128): Tile(16, 32, 8, 1),

@@ -34,14 +34,11 @@ def _sizes(levels, level):
 
 
 @triton.jit
-def _load_keys(members, at, some, size, row, key, value, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-               PADDED: tl.constexpr, PADDED_VALUE: tl.constexpr, BLOCK_L: tl.constexpr):  # fmt: skip
-    """Load some members of a cluster: which exist (BLOCK_L,), keys and values. `row` is the first row of the head."""
+def _rows_of_members(members, at, some, size, row, BLOCK_L: tl.constexpr):
+    """Load the rows of some members of a cluster, and which exist. `row` is the first row of the head."""
     place = some + tl.arange(0, BLOCK_L)
     exists = place < size
-    own = row + tl.load(members + at + place, mask=exists, other=0)
-    keys = _load_rows(key, own, exists, DIM, PADDED)
-    return exists, keys, _load_rows(value, own, exists, VALUE_DIM, PADDED_VALUE)
+    return row + tl.load(members + at + place, mask=exists, other=0), exists
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -75,10 +72,8 @@ def cluster_landmarks(
     dims = tl.arange(0, PADDED_HEAD_DIM)
     key_mean = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
     for some in range(0, own_size, BLOCK_L):
-        exists, keys, _ = _load_keys(
-            members, first, some, own_size, row, key, value, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM,
-            BLOCK_L,
-        )  # fmt: skip
+        own, exists = _rows_of_members(members, first, some, own_size, row, BLOCK_L)
+        keys = _load_rows(key, own, exists, HEAD_DIM, PADDED_HEAD_DIM)
         key_mean += tl.sum(keys.to(tl.float32), 0)
     key_mean = key_mean / own_size
     of_block = (head * num_blocks + of_block) * HEAD_DIM
@@ -91,10 +86,9 @@ def cluster_landmarks(
     value_sum = tl.zeros((PADDED_VALUE_DIM,), tl.float32)
     variance = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
     for some in range(0, own_size, BLOCK_L):
-        exists, keys, values = _load_keys(
-            members, first, some, own_size, row, key, value, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM,
-            BLOCK_L,
-        )  # fmt: skip
+        own, exists = _rows_of_members(members, first, some, own_size, row, BLOCK_L)
+        keys = _load_rows(key, own, exists, HEAD_DIM, PADDED_HEAD_DIM)
+        values = _load_rows(value, own, exists, VALUE_DIM, PADDED_VALUE_DIM)
         centered = tl.where(exists[:, None], keys.to(tl.float32) - key_mean[None, :], 0.0)  # (BLOCK_L, D)
         score = tl.where(exists, tl.sum(centered * last[None, :], 1), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 0))
@@ -208,10 +202,9 @@ def cluster_attention(
                 uses = tl.max(tl.where(is_own[None, :], chosen.to(tl.int32), 0), 1)  # (BLOCK_M,)
                 of_cluster = head * num_members + begin + (cluster - low) * size
                 for some in range(0, size, BLOCK_L):
-                    there, keys, values = _load_keys(
-                        members, of_cluster, some, size, row, key, value, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM,
-                        PADDED_VALUE_DIM, BLOCK_L,
-                    )  # fmt: skip
+                    rows, there = _rows_of_members(members, of_cluster, some, size, row, BLOCK_L)
+                    keys = _load_rows(key, rows, there, HEAD_DIM, PADDED_HEAD_DIM)
+                    values = _load_rows(value, rows, there, VALUE_DIM, PADDED_VALUE_DIM)
                     score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
                     score = tl.where((uses[:, None] > 0) & there[None, :], score, float("-inf"))
                     row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)

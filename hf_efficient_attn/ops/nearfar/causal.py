@@ -87,13 +87,12 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
     levels = levels_of(query.shape[1], options)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        exact_query = query.to(accumulation_dtype(query.dtype)) * options.scale
-        query = exact_query.to(query.dtype)
+        query = query * options.scale
         if not levels:
             near = _window(query, key, value, options.block_size, options.first_query, options.dropout_p)
             return output_of(near, options.with_lse)
-        index = cluster_index(exact_query, key.to(exact_query.dtype), levels)
-        blocks = query_blocks(exact_query, options.block_size)
+        index = cluster_index(query, key.to(accumulation_dtype(key.dtype)), levels)
+        blocks = query_blocks(query, options.block_size)
         given = query, key, value, index, *blocks, level_sizes(levels, query.device)
         call = ClusterCall(*given, options.block_size, levels, _rule(), options.first_query)
         return output_of(_attend(call, options.dropout_p), options.with_lse)

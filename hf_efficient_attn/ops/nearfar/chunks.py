@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.index import constant, integers, take
 from hf_efficient_attn.ops.nearfar.groups import directions, halve_groups
 
@@ -20,7 +21,7 @@ from hf_efficient_attn.ops.nearfar.groups import directions, halve_groups
 BASE = 4
 # On the first levels clusters have `leaf` keys, and on each later one twice as many, so that what a query sees grows
 # with the square root of the length.
-_EQUAL_LEVELS = 3
+_EQUAL_LEVELS = 4
 # A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
 WEIGHTED = 0.25
 # What a landmark may miss is computed from a standard deviation of the scores of its keys that is clamped to these
@@ -94,9 +95,11 @@ class QueryBlocks(NamedTuple):
 
 
 def query_blocks(query: Tensor, block_size: int) -> QueryBlocks:
-    """Return the means of blocks of queries (BH, N, D), which are times the scale: of blocks that have ended."""
+    """Return the means of the blocks of queries (BH, N, D), which are times the scale, that have ended."""
+    dtype = accumulation_dtype(query.dtype)
     blocks = query[:, : query.shape[1] // block_size * block_size].unflatten(1, (-1, block_size))
-    return QueryBlocks(blocks.mean(2), blocks.detach().square().mean(2))
+    norm = torch.linalg.vector_norm(blocks.detach(), dim=2, dtype=dtype)  # (BH, T, D)
+    return QueryBlocks(blocks.mean(2, dtype=dtype), norm.square() / block_size)
 
 
 @torch.no_grad()
@@ -108,7 +111,7 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
 
     Args:
         query: (BH, N, D).
-        key: (BH, N, D).
+        key: (BH, N, D), in the accumulation dtype.
         levels: the sizes of chunks and clusters.
 
     Returns:
@@ -118,22 +121,22 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
     batch_heads, length, _ = key.shape
     block = levels[0].chunk
     some = torch.stack([query[:, : level.chunk : level.chunk // block] for level in levels], 1)  # (BH, E, block, D)
+    some = some.to(key.dtype)
     factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1)).unflatten(0, (batch_heads, -1))
     # Fourth powers of variances must not overflow.
-    tiny = torch.finfo(key.dtype).tiny
-    key = key / torch.linalg.vector_norm(key, dim=(1, 2), keepdim=True).clamp(min=tiny)
+    size = torch.linalg.vector_norm(key, dim=(1, 2), keepdim=True).clamp(min=torch.finfo(key.dtype).tiny)
+    factor = factor / size.unsqueeze(3)  # (BH, E, D, F)
     points = []
     for chunk, _ in levels:
         count = length // chunk
         last = _last_ended(chunk, count, levels, key.device)  # (n,)
         chunks = key[:, : count * chunk].unflatten(1, (count, chunk))
         points.append((chunks @ factor[:, last]).flatten(1, 2))  # (BH, n chunk, F)
-    index = _halved_chunks(torch.cat(points, 1), length, levels)
-    return index - _level_starts(length, levels, key.device)
+    return _halved_chunks(torch.cat(points, 1), length, levels)
 
 
 def _halved_chunks(points: Tensor, length: int, levels: tuple[Level, ...]) -> Tensor:
-    """Halve the chunks of all levels: the points (BH, S, F) of each cluster, int64 (BH, S)."""
+    """Halve the chunks of all levels, whose points are (BH, S, F): the result of `cluster_index`."""
     batch_heads, total, _ = points.shape
     places = integers(batch_heads * total, points.device).view(batch_heads, total)
     points = points.flatten(0, 1)
@@ -150,18 +153,11 @@ def _halved_chunks(points: Tensor, length: int, levels: tuple[Level, ...]) -> Te
         while left > waiting and levels[left - 1].leaf == order.shape[1]:
             left -= 1
             count = batch_heads * (begins[left + 1] - begins[left]) // order.shape[1]
-            found.append(order[:count].view(batch_heads, -1))
+            found.append(order[:count].view(batch_heads, -1) - begins[left])
             order = order[count:]
         if len(order):
-            order = halve_groups(points, order, levels[0].leaf)
+            order = halve_groups(points, order)
     return torch.cat(found[::-1], 1) % total
-
-
-@constant
-def _level_starts(length: int, levels: tuple[Level, ...], device: torch.device) -> Tensor:
-    """Return the number of points of earlier levels, int64 (S,)."""
-    counts = torch.tensor([length // chunk * chunk for chunk, _ in levels])
-    return (counts.cumsum(0) - counts).repeat_interleave(counts).to(device)
 
 
 def members_of(index: Tensor, length: int, levels: tuple[Level, ...]) -> list[Tensor]:

@@ -26,6 +26,8 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 _GROUP_DIMS = 10
 _DIRECTION_KEYS = 4096
 _LEAST_VARIANCE = 0.001
+# The direction in which a group is halved comes from about as many of its points.
+_DIRECTION_POINTS = 512
 # If near keys leave less than this share of the weight of a landmark, or of the weights of all landmarks for a query,
 # what is left is rounding, and does not count.
 LEAST_SHARE = 1e-3
@@ -126,27 +128,24 @@ def _halves(points: Tensor, levels: int) -> Tensor:
     points = points.flatten(0, 1)
     order = integers(len(points), points.device).view(batch_heads, -1)
     for _ in range(levels):
-        order = halve_groups(points, order, length >> levels)
+        order = halve_groups(points, order)
     return order.view(batch_heads, length) % length
 
 
-def halve_groups(points: Tensor, order: Tensor, part: int) -> Tensor:
-    """Halve groups of points along their first principal direction.
+def halve_groups(points: Tensor, order: Tensor) -> Tensor:
+    """Halve groups of points along the first principal direction of some of their points.
 
     Args:
         points: (S, F), whose fourth powers do not overflow.
         order: int64 (G, n), the points of each group.
-        part: a divisor of n, to sum over so many points at a time.
 
     Returns:
         int64 (2 G, n / 2), both halves of one group after another.
     """
     x = torch.embedding(points, order)  # (G, n, F)
-    mean = x.mean(1, keepdim=True)
-    # The sum of squares in parts, since few large products would leave most of a device idle.
-    parts = x.view(-1, part, x.shape[2])
-    square = torch.bmm(parts.mT, parts).view(len(x), -1, *mean.shape[2:] * 2).sum(1)
-    square = torch.baddbmm(square, mean.mT, mean, alpha=-x.shape[1])  # (G, F, F)
+    some = x[:, :: max(1, x.shape[1] // _DIRECTION_POINTS)]
+    mean = some.mean(1, keepdim=True)
+    square = torch.baddbmm(torch.bmm(some.mT, some), mean.mT, mean, alpha=-some.shape[1])  # (G, F, F)
     # Five steps of the power method, from the direction in which all points vary most.
     power = matrix_power(square, 2, rescales=False)
     place = halved(torch.bmm(x, power[..., :1]).squeeze(2))  # (G, n)
