@@ -87,6 +87,15 @@ def adds_by_index(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def coarse_dtype(x: Tensor) -> torch.dtype:
+    """Return a dtype for numbers that only compare tokens: on an accelerator bfloat16 for half precision.
+
+    Its range is that of float32, and half as many bytes are moved.
+    """
+    is_half = x.device.type != "cpu" and x.dtype.itemsize == 2
+    return torch.bfloat16 if is_half else accumulation_dtype(x.dtype)
+
+
 def halved(x: Tensor) -> Tensor:
     """Put the smaller half of each row of x (R, N), for an even N, before the larger half: int64 (R, N).
 

@@ -70,43 +70,44 @@ def cluster_landmarks(
     first = head * num_members + at
     row = head * length
     dims = tl.arange(0, PADDED_HEAD_DIM)
-    key_mean = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
-    for some in range(0, own_size, BLOCK_L):
-        own, exists = _rows_of_members(members, first, some, own_size, row, BLOCK_L)
-        keys = _load_rows(key, own, exists, HEAD_DIM, PADDED_HEAD_DIM)
-        key_mean += tl.sum(keys.to(tl.float32), 0)
-    key_mean = key_mean / own_size
     of_block = (head * num_blocks + of_block) * HEAD_DIM
     last = tl.load(block_mean + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
     square = tl.load(block_square + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
+    # Keys are counted from the first one, so that sums of squares round little.
+    origin = tl.load(key + (row + tl.load(members + first)) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    origin = origin.to(tl.float32)
     largest = float("-inf")
     total = 0.0
-    score_sum = 0.0
-    key_sum = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    weighted_sum = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
     value_sum = tl.zeros((PADDED_VALUE_DIM,), tl.float32)
-    variance = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    key_sum = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    squares = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
     for some in range(0, own_size, BLOCK_L):
         own, exists = _rows_of_members(members, first, some, own_size, row, BLOCK_L)
         keys = _load_rows(key, own, exists, HEAD_DIM, PADDED_HEAD_DIM)
         values = _load_rows(value, own, exists, VALUE_DIM, PADDED_VALUE_DIM)
-        centered = tl.where(exists[:, None], keys.to(tl.float32) - key_mean[None, :], 0.0)  # (BLOCK_L, D)
-        score = tl.where(exists, tl.sum(centered * last[None, :], 1), float("-inf"))
+        keys = tl.where(exists[:, None], keys.to(tl.float32) - origin[None, :], 0.0)  # (BLOCK_L, D)
+        score = tl.where(exists, tl.sum(keys * last[None, :], 1), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 0))
         kept = tl.exp2((largest - new_largest) * _LOG2_E)
         weight = tl.exp2((score - new_largest) * _LOG2_E)  # (BLOCK_L,)
         total = total * kept + tl.sum(weight, 0)
-        score_sum = score_sum * kept + tl.sum(weight * tl.where(exists, score, 0.0), 0)
-        key_sum = key_sum * kept + tl.sum(weight[:, None] * centered, 0)
+        weighted_sum = weighted_sum * kept + tl.sum(weight[:, None] * keys, 0)
         value_sum = value_sum * kept + tl.sum(weight[:, None] * values.to(tl.float32), 0)
-        variance += tl.sum(centered * centered, 0)
+        key_sum += tl.sum(keys, 0)
+        squares += tl.sum(keys * keys, 0)
         largest = new_largest
-    spread = tl.sqrt(tl.sum(variance * square, 0) / own_size)
+    key_mean = key_sum / own_size
+    variance = tl.maximum(squares / own_size - key_mean * key_mean, 0.0)
+    spread = tl.sqrt(tl.sum(variance * square, 0))
     spread = tl.minimum(tl.maximum(spread, least_spread), largest_spread)
     tl.store(margin + program, tl.log2(spread) * _LN_2 + growth * spread)
-    tl.store(log_weight + program, largest + tl.log2(total) * _LN_2 - weighted * score_sum / total)
+    found = origin + key_mean + weighted * (weighted_sum / total - key_mean)
+    found = found.to(center.dtype.element_ty)  # the weight is right for the rounded key
+    shift = tl.sum((origin - found.to(tl.float32)) * last, 0)
+    tl.store(log_weight + program, largest + tl.log2(total) * _LN_2 + shift)
     own = program.to(tl.int64)
-    found = key_mean + weighted * key_sum / total
-    tl.store(center + own * HEAD_DIM + dims, found.to(center.dtype.element_ty), mask=dims < HEAD_DIM)
+    tl.store(center + own * HEAD_DIM + dims, found, mask=dims < HEAD_DIM)
     dims = tl.arange(0, PADDED_VALUE_DIM)
     found = value_sum / total
     tl.store(mean + own * VALUE_DIM + dims, found.to(mean.dtype.element_ty), mask=dims < VALUE_DIM)

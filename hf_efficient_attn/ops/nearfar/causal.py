@@ -91,7 +91,7 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         if not levels:
             near = _window(query, key, value, options.block_size, options.first_query, options.dropout_p)
             return output_of(near, options.with_lse)
-        index = cluster_index(query, key.to(accumulation_dtype(key.dtype)), levels)
+        index = cluster_index(query, key, levels)
         blocks = query_blocks(query, options.block_size)
         given = query, key, value, index, *blocks, level_sizes(levels, query.device)
         call = ClusterCall(*given, options.block_size, levels, _rule(), options.first_query)
@@ -368,7 +368,7 @@ def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
     levels = levels_of(query.shape[1], options)
     index = []
     if levels:
-        index = members_of(cluster_index(query, key.to(query.dtype), levels), query.shape[1], levels)
+        index = members_of(cluster_index(query, key, levels), query.shape[1], levels)
     heads = zip(query.double(), key.double(), value.double(), strict=True)
     outs = []
     for head, (q, k, v) in enumerate(heads):

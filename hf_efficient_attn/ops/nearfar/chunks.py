@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, coarse_dtype
 from hf_efficient_attn.ops.index import constant, integers, take
 from hf_efficient_attn.ops.nearfar.groups import directions, halve_groups
 
@@ -111,7 +111,7 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
 
     Args:
         query: (BH, N, D).
-        key: (BH, N, D), in the accumulation dtype.
+        key: (BH, N, D).
         levels: the sizes of chunks and clusters.
 
     Returns:
@@ -121,11 +121,13 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
     batch_heads, length, _ = key.shape
     block = levels[0].chunk
     some = torch.stack([query[:, : level.chunk : level.chunk // block] for level in levels], 1)  # (BH, E, block, D)
-    some = some.to(key.dtype)
-    factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1)).unflatten(0, (batch_heads, -1))
+    some = some.to(accumulation_dtype(key.dtype))
+    factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1))  # (BH E, D, F)
     # Fourth powers of variances must not overflow.
-    size = torch.linalg.vector_norm(key, dim=(1, 2), keepdim=True).clamp(min=torch.finfo(key.dtype).tiny)
-    factor = factor / size.unsqueeze(3)  # (BH, E, D, F)
+    dtype = factor.dtype
+    size = torch.linalg.vector_norm(key, dim=(1, 2), dtype=dtype).clamp(min=torch.finfo(dtype).tiny)  # (BH,)
+    key = key.to(coarse_dtype(key))
+    factor = (factor.unflatten(0, (batch_heads, -1)) / size[:, None, None, None]).to(key.dtype)  # (BH, E, D, F)
     points = []
     for chunk, _ in levels:
         count = length // chunk

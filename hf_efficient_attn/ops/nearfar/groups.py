@@ -144,10 +144,9 @@ def halve_groups(points: Tensor, order: Tensor) -> Tensor:
     """
     x = torch.embedding(points, order)  # (G, n, F)
     some = x[:, :: max(1, x.shape[1] // _DIRECTION_POINTS)]
-    mean = some.mean(1, keepdim=True)
-    square = torch.baddbmm(torch.bmm(some.mT, some), mean.mT, mean, alpha=-some.shape[1])  # (G, F, F)
+    some = some - some.mean(1, keepdim=True)
     # Five steps of the power method, from the direction in which all points vary most.
-    power = matrix_power(square, 2, rescales=False)
+    power = matrix_power(torch.bmm(some.mT, some), 2, rescales=False)  # (G, F, F)
     place = halved(torch.bmm(x, power[..., :1]).squeeze(2))  # (G, n)
     return order.gather(1, place).view(2 * len(order), -1)
 
