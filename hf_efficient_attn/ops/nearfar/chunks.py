@@ -178,8 +178,9 @@ def _last_ended(chunk: int, count: int, levels: tuple[Level, ...], device: torch
 @constant
 def _last_blocks(length: int, levels: tuple[Level, ...], block_size: int, device: torch.device) -> Tensor:
     """Return the last block of the chunk of each cluster of some levels, int64 (M,)."""
-    last = [torch.arange(chunk, length + 1, chunk).repeat_interleave(chunk // leaf) for chunk, leaf in levels]
-    return (torch.cat(last) // block_size - 1).to(device)
+    ends = (torch.arange(chunk, length + 1, chunk, device=device) for chunk, _ in levels)
+    last = [end.repeat_interleave(chunk // leaf) for end, (chunk, leaf) in zip(ends, levels, strict=True)]
+    return torch.cat(last).div(block_size, rounding_mode="floor") - 1
 
 
 def make_clusters(
