@@ -41,17 +41,9 @@ def _rows_of_members(members, at, some, size, row, BLOCK_L: tl.constexpr):
     return row + tl.load(members + at + place, mask=exists, other=0), exists
 
 
-@triton.jit(do_not_specialize=_SIZES)
-def cluster_landmarks(
-    key, value, members, block_mean, block_square, center, mean, log_weight, margin, length, clusters, num_members,
-    num_blocks, block_size, levels, num_levels, weighted, growth, least_spread, largest_spread,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-):  # fmt: skip
-    """Compute the key, the value, the log weight and the margin of the landmark of a cluster."""
-    program = tl.program_id(0)
-    head = (program // clusters).to(tl.int64)
-    cluster = program % clusters
+@triton.jit
+def _place_of_cluster(cluster, length, block_size, levels, num_levels):
+    """Find the first member of a cluster, the number of its keys, and the last block of its chunk."""
     low = 0
     begin = 0
     at = 0
@@ -67,6 +59,21 @@ def cluster_landmarks(
         of_block = tl.where(is_own, (place * size // chunk + 1) * (chunk // block_size) - 1, of_block)
         low += count * (chunk // size)
         begin += count * chunk
+    return at, own_size, of_block
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def cluster_landmarks(
+    key, value, members, block_mean, block_square, center, mean, log_weight, margin, length, clusters, num_members,
+    num_blocks, block_size, levels, num_levels, weighted, growth, least_spread, largest_spread,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Compute the key, the value, the log weight and the margin of the landmark of a cluster."""
+    program = tl.program_id(0)
+    head = (program // clusters).to(tl.int64)
+    cluster = program % clusters
+    at, own_size, of_block = _place_of_cluster(cluster, length, block_size, levels, num_levels)
     first = head * num_members + at
     row = head * length
     dims = tl.arange(0, PADDED_HEAD_DIM)
@@ -129,6 +136,67 @@ def _landmark_scores(
     return column, own, seen, score, score + missed[None, :] * _LOG2_E
 
 
+@triton.jit
+def _attend_to_near_keys(
+    queries, position, key, value, row, past, last, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys from `past` on, up to the query: the maximum of scores, and sums as of `_add_scores`."""
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    for at in range(past, last, BLOCK_N):
+        own = at + tl.arange(0, BLOCK_N)
+        keys = _load_rows(key, row + own, own < last, HEAD_DIM, PADDED_HEAD_DIM)
+        values = _load_rows(value, row + own, own < last, VALUE_DIM, PADDED_VALUE_DIM)
+        score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
+        score = tl.where(own[None, :] <= position[:, None], score, float("-inf"))
+        row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
+    return row_max, total, sums
+
+
+@triton.jit
+def _log_of_bounds(
+    queries, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base,
+    DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add up what all landmarks that queries see may miss, and near keys: logs to the base of two (BLOCK_M,)."""
+    largest = near
+    total = tl.full((BLOCK_M,), 1.0, tl.float32)
+    low = 0
+    for level in range(num_levels):
+        chunk, size = _sizes(levels, level)
+        ended = past // chunk
+        for at in range(low + ended // base * base * (chunk // size), low + ended * (chunk // size), BLOCK_C):
+            _, _, _, _, bound = _landmark_scores(
+                queries, center, log_weight, margin, head, clusters, at, low + ended * (chunk // size), DIM, PADDED,
+                BLOCK_C, PRECISION,
+            )  # fmt: skip
+            new_largest = tl.maximum(largest, tl.max(bound, 1))
+            total = total * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(bound - new_largest[:, None]), 1)
+            largest = new_largest
+        low += length // chunk * (chunk // size)
+    return largest + tl.log2(total)
+
+
+@triton.jit
+def _attend_to_cluster(
+    queries, uses, members, first, size, key, value, row, row_max, total, sums, HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_L: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys of a cluster, for the queries that use it, bool (BLOCK_M,)."""
+    for some in range(0, size, BLOCK_L):
+        rows, exists = _rows_of_members(members, first, some, size, row, BLOCK_L)
+        keys = _load_rows(key, rows, exists, HEAD_DIM, PADDED_HEAD_DIM)
+        values = _load_rows(value, rows, exists, VALUE_DIM, PADDED_VALUE_DIM)
+        score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
+        score = tl.where(uses[:, None] & exists[None, :], score, float("-inf"))
+        row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
+    return row_max, total, sums
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def cluster_attention(
     query, key, value, members, center, mean, log_weight, margin, out, lse, length, clusters, num_members, num_blocks,
@@ -137,51 +205,29 @@ def cluster_attention(
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of some queries of a block."""
-    program = tl.program_id(0)
-    number = program // chunks
+    number = tl.program_id(0) // chunks
     blocks = num_blocks - first_block
     head = (number // blocks).to(tl.int64)
     block = first_block + number % blocks
-    first = block * block_size + (program % chunks) * BLOCK_M
+    first = block * block_size + (tl.program_id(0) % chunks) * BLOCK_M
     last = tl.minimum(tl.minimum(first + BLOCK_M, (block + 1) * block_size), length)
     position = first + tl.arange(0, BLOCK_M)
     exists = position < last
     row = head * length
     queries = _load_rows(query, row + position, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
     past = tl.maximum(block - 1, 0) * block_size  # the first near key
-    for at in range(past, last, BLOCK_N):
-        own = at + tl.arange(0, BLOCK_N)
-        keys = _load_rows(key, row + own, own < last, HEAD_DIM, PADDED_HEAD_DIM)
-        values = _load_rows(value, row + own, own < last, VALUE_DIM, PADDED_VALUE_DIM)
-        score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
-        score = tl.where(own[None, :] <= position[:, None], score, float("-inf"))
-        row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
-    # What all landmarks that a query sees may miss
+    row_max, total, sums = _attend_to_near_keys(
+        queries, position, key, value, row, past, last, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM,
+        BLOCK_M, BLOCK_N, PRECISION,
+    )  # fmt: skip
     near = row_max + tl.log2(total)
-    largest = near
-    number_of = tl.full((BLOCK_M,), 1.0, tl.float32)
+    bounds = _log_of_bounds(
+        queries, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base, HEAD_DIM,
+        PADDED_HEAD_DIM, BLOCK_M, BLOCK_C, PRECISION,
+    )  # fmt: skip
+    least_bound = bounds + tl.log2(tl.maximum((1.0 - tl.exp2(near - bounds)) / most, least))
     low = 0
-    for level in range(num_levels):
-        chunk, size = _sizes(levels, level)
-        ended = past // chunk
-        high = low + ended * (chunk // size)
-        for at in range(low + ended // base * base * (chunk // size), high, BLOCK_C):
-            _, _, seen, _, bound = _landmark_scores(
-                queries, center, log_weight, margin, head, clusters, at, high, HEAD_DIM, PADDED_HEAD_DIM, BLOCK_C,
-                PRECISION,
-            )  # fmt: skip
-            new_largest = tl.maximum(largest, tl.max(bound, 1))
-            number_of = number_of * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(bound - new_largest[:, None]), 1)
-            largest = new_largest
-        low += length // chunk * (chunk // size)
-    all_bounds = largest + tl.log2(number_of)
-    least_bound = all_bounds + tl.log2(tl.maximum((1.0 - tl.exp2(near - all_bounds)) / most, least))
-    # Landmarks, or the keys of their clusters
-    low = 0
-    begin = 0
+    begin = head * num_members
     for level in range(num_levels):
         chunk, size = _sizes(levels, level)
         ended = past // chunk
@@ -200,15 +246,11 @@ def cluster_attention(
                 cluster = tl.min(tl.where(left > 0, column, high), 0)
                 is_own = column == cluster
                 left = tl.where(is_own, 0, left)
-                uses = tl.max(tl.where(is_own[None, :], chosen.to(tl.int32), 0), 1)  # (BLOCK_M,)
-                of_cluster = head * num_members + begin + (cluster - low) * size
-                for some in range(0, size, BLOCK_L):
-                    rows, there = _rows_of_members(members, of_cluster, some, size, row, BLOCK_L)
-                    keys = _load_rows(key, rows, there, HEAD_DIM, PADDED_HEAD_DIM)
-                    values = _load_rows(value, rows, there, VALUE_DIM, PADDED_VALUE_DIM)
-                    score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
-                    score = tl.where((uses[:, None] > 0) & there[None, :], score, float("-inf"))
-                    row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
+                uses = tl.max(tl.where(is_own[None, :], chosen.to(tl.int32), 0), 1) > 0  # (BLOCK_M,)
+                row_max, total, sums = _attend_to_cluster(
+                    queries, uses, members, begin + (cluster - low) * size, size, key, value, row, row_max, total, sums,
+                    HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM, BLOCK_L, PRECISION,
+                )  # fmt: skip
         low += length // chunk * (chunk // size)
         begin += length // chunk * chunk
     tl.store(lse + row + position, (row_max + tl.log2(total)) * _LN_2, exists)
