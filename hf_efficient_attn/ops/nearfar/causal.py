@@ -10,8 +10,7 @@ A query attends to
   cluster is chosen if this is more than 1 / `_MOST` of the sum over all clusters, so that fewer than `_MOST` are
   chosen, and more than `_LEAST` of all that the query attends to.
 
-Pairs of a query and a cluster that it has chosen are sorted by cluster, and computed for the queries of a cluster
-together. Nothing depends on later tokens, on other queries, or on the length of the sequence.
+Nothing depends on later tokens, on other queries, or on the length of the sequence.
 """
 
 import itertools
@@ -19,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, embedding_bag, pad
+from torch.nn.functional import dropout, pad
 
-from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, merge, output_of, safe_row_max
+from hf_efficient_attn.ops.attend import Partial, attend, merge, output_of
 from hf_efficient_attn.ops.backends import CLUSTER_BACKENDS
 from hf_efficient_attn.ops.backends.backend import ClusterCall, ClusterRule
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most, runs_block_kernels
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, runs_block_kernels
 from hf_efficient_attn.ops.exact import dense_softmax, mask_bias
-from hf_efficient_attn.ops.index import ceil_div, constant, integers, pad_to_blocks, take
+from hf_efficient_attn.ops.index import ceil_div, constant, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.chunks import (
     BASE,
     GROWTH,
@@ -45,6 +44,7 @@ from hf_efficient_attn.ops.nearfar.chunks import (
     members_of,
     query_blocks,
 )
+from hf_efficient_attn.ops.nearfar.pairs import Pairs, attend_to_pairs
 from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 
 _MOST = 48
@@ -52,22 +52,8 @@ _LEAST = 0.005
 # Landmarks whose weights sum to less than this share of all weights times margins do not count. The gradient of a
 # quotient by less would overflow.
 _LEAST_NUMBER = 1e-30
-# Queries of a cluster are computed so many at a time.
-_QUERIES = 64
 # Numbers are first compared with a bound by the maxima of so many.
 _COMPARED = 8
-
-
-class Pairs(NamedTuple):
-    """Queries, and clusters that they attend to exactly."""
-
-    query: Tensor  # int64 (P,), the place of the query among the BH N queries of all heads
-    cluster: Tensor  # int64 (P,), the place of the cluster among those of its head
-
-    def of(self, start: int, count: int) -> "Pairs":
-        """Return the pairs of `count` clusters, whose places are counted from `start` on."""
-        own = ((self.cluster >= start) & (self.cluster < start + count)).nonzero()[:, 0]
-        return Pairs(self.query[own], self.cluster[own] - start)
 
 
 def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
@@ -130,7 +116,7 @@ def _plain(call: ClusterCall, dropout_p: float = 0.0) -> Partial:
     parts = [far, near]  # the result has the dtype of the first
     start = 0
     for clusters in past:
-        parts.append(_chosen(query, clusters, pairs.of(start, clusters.margin.shape[1]), dropout_p))
+        parts.append(attend_to_pairs(query, clusters, pairs.of(start, clusters.margin.shape[1]), dropout_p))
         start += clusters.margin.shape[1]
     return merge(*parts)
 
@@ -294,69 +280,6 @@ def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     some[:, -1] &= column < width - 1
     which, step = some.nonzero().unbind(1)
     return row[which], place[which], column[which] + step * width
-
-
-def _chosen(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: float) -> Partial:
-    """Compute attention of queries (BH, N, D) to the clusters that they have chosen, in the accumulation dtype."""
-    batch_heads, length, _ = query.shape
-    row, cluster = pairs
-    cluster = row.div(length, rounding_mode="floor") * clusters.margin.shape[1] + cluster
-    (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, dropout_p)
-    count = row.new_zeros(batch_heads * length).scatter_add_(0, row, torch.ones_like(row))
-    order = row.argsort(stable=True)
-    # The pairs of a query are one segment. Additions by index would be rounded differently in every run on a GPU.
-    row, place = row[order], place[order]
-    lse = lse[place]
-    largest = torch.segment_reduce(lse.detach(), "max", lengths=count)
-    ref = safe_row_max(largest.masked_fill(count == 0, -torch.inf))
-    weight = (lse - ref[row]).exp()
-    total = torch.segment_reduce(weight, "sum", lengths=count)
-    sums = embedding_bag(
-        place, out, count.cumsum(0) - count, mode="sum", per_sample_weights=weight.to(out.dtype)
-    )  # (BH N, Dv)
-    empty = total <= 0.0
-    total = total.masked_fill(empty, 1.0)
-    lse = (total.log() + ref).masked_fill(empty, -torch.inf)
-    sums = sums.to(total.dtype) / total.unsqueeze(1)
-    return Partial(sums.view(batch_heads, length, -1), lse.view(batch_heads, length))
-
-
-def _by_cluster(
-    query: Tensor, clusters: Clusters, row: Tensor, cluster: Tensor, dropout_p: float
-) -> tuple[Partial, Tensor]:
-    """Compute attention of a query to a cluster for P pairs.
-
-    Args:
-        query: (BH N, D).
-        clusters: M clusters in each head.
-        row: int64 (P,), the query of each pair.
-        cluster: int64 (P,), the cluster of each pair, among BH M.
-        dropout_p: the probability of dropping a weight.
-
-    Returns:
-        Partial of out (S, Dv) and lse (S,) for blocks of queries of one cluster, and the place of each pair in them.
-    """
-    keys, values = (x.flatten(0, 1) for x in (clusters.key, clusters.value))  # (BH M, leaf, .)
-    ordered, order = cluster.sort(stable=True)
-    count = row.new_zeros(len(keys)).scatter_add_(0, cluster, torch.ones_like(row))  # (BH M,)
-    ends = (count + _QUERIES - 1).div(_QUERIES, rounding_mode="floor").cumsum(0)  # of the blocks of each cluster
-    shift = (pad(ends[:-1], (1, 0)) * _QUERIES - count.cumsum(0) + count)[ordered]
-    slot = integers(len(row), row.device) + shift  # (P,), by cluster
-    blocks = at_most(ends[-1:], len(row) // _QUERIES + min(len(row), len(keys)))
-    queries = row.new_zeros(blocks * _QUERIES).scatter_(0, slot, row[order])
-    of_block = torch.searchsorted(ends, integers(blocks, row.device), right=True).clamp_(max=len(keys) - 1)
-    rows = take(query[None], queries[None])  # (1, S, D)
-    ranges = BlockKeys(_QUERIES, start=(of_block * keys.shape[1])[None], range_len=keys.shape[1])
-    of_all = keys.flatten(0, 1)[None], values.flatten(0, 1)[None]  # (1, BH M leaf, .)
-    part = block_attention(rows, *of_all, ranges, scale=1.0, dropout_p=dropout_p)
-    if part is None:
-        own_key, own_value = (
-            take(x.flatten(1)[None], of_block[None]).view(1, blocks, *x.shape[1:]) for x in (keys, values)
-        )
-        block = rows.view(1, blocks, _QUERIES, query.shape[1])
-        part = attend(block, own_key, own_value, scale=1.0, dropout_p=dropout_p)
-    place = torch.empty_like(slot).scatter_(0, order, slot)
-    return Partial(part.out.flatten(0, -2), part.lse.flatten()), place
 
 
 def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
