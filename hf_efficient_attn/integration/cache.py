@@ -77,7 +77,7 @@ class MethodLayer(DynamicLayer):
     """
 
     # The attributes that change with the tokens: None, tensors whose first dimension is the batch, or named tuples of
-    # such tensors. They are replaced, never changed in place.
+    # such tensors. A selection of rows replaces them.
     _content: ClassVar[tuple[str, ...]]
     # For messages: what the layer holds, and what to do where two layers share keys.
     _holds: ClassVar[str]

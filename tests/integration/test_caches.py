@@ -1,4 +1,4 @@
-"""Caches that do not hold the keys of all tokens: states of recurrent methods, and landmarks in `NearFarCache`."""
+"""Caches whose layers compute attention: states of recurrent methods, and landmarks and look-ups in `NearFarCache`."""
 
 import copy
 import csv
@@ -20,7 +20,7 @@ from helpers.encoder_decoders import composite, musicgen
 from helpers.learned import shake
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
-from hf_efficient_attn.integration.nearfar_cache import NearFarLayer
+from hf_efficient_attn.integration.nearfar_cache import LookUpLayer, NearFarLayer
 from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.methods import attention_with_state, naive_attention
 from hf_efficient_attn.ops.draws import Draws
@@ -42,7 +42,8 @@ FEW = list(STATES)[:3]
 # More columns than any test has tokens: a prompt is then exact, and only the cache approximates.
 NEARFAR = hea.NearFarConfig(block_size=256, num_samples=256)
 each_state = pytest.mark.parametrize("name", FEW)
-each_cache = pytest.mark.parametrize("name", [*FEW, "nearfar"])
+each_cache = pytest.mark.parametrize("name", [*FEW, "nearfar", "look-ups"])
+each_kind = pytest.mark.parametrize("kind", ["landmarks", "look-ups"])
 each_family = pytest.mark.parametrize("family", DECODERS)
 each_instance = pytest.mark.parametrize("instance", [i for i in INSTANCES if i.info.recurrent], ids=str)
 
@@ -53,14 +54,15 @@ def decoder(family: str, name: str, layers=None, **changes):
     return shake(hea.convert(model, STATES.get(name, NEARFAR), layers=layers))
 
 
-def new_cache(model, columns: int = 24):
-    kind = hea.NearFarCache if model.config._attn_implementation == "nearfar" else transformers.DynamicCache
-    return kind(config=model.config, **({"columns": columns} if kind is hea.NearFarCache else {}))
+def new_cache(model, columns: int = 24, name: str = ""):
+    if model.config._attn_implementation == "nearfar":
+        return hea.NearFarCache(model.config, columns, look_up=name == "look-ups")
+    return transformers.DynamicCache(config=model.config)
 
 
-def cache_after(model, ids, cuts=()):
+def cache_after(model, ids, cuts=(), name: str = ""):
     """The cache after tokens, which come in calls that end at `cuts`."""
-    cache = new_cache(model)
+    cache = new_cache(model, name=name)
     decode(model, ids, cuts, cache)
     return cache
 
@@ -69,7 +71,7 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(5, 60, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-# Both kinds of caches
+# All kinds of caches
 
 
 @each_cache
@@ -81,13 +83,13 @@ def test_batch_rows(family, name):
     def continued(ids, cache):
         return decode(model, torch.cat((ids, new.expand(len(ids), -1)), 1), [], cache)
 
-    alone = [continued(x, cache_after(model, x, [50])) for x in ids.split(1)]
+    alone = [continued(x, cache_after(model, x, [50], name)) for x in ids.split(1)]
     for change, rows in (
         (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
         (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
         (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
     ):
-        cache = cache_after(model, ids, [50])
+        cache = cache_after(model, ids, [50], name)
         change(cache)
         expected = torch.cat([alone[row] for row in rows])
         torch.testing.assert_close(continued(ids[rows], cache), expected, atol=2e-3, rtol=2e-3)
@@ -98,8 +100,8 @@ def test_batch_rows(family, name):
 def test_a_cache_can_be_copied_saved_and_reset(family, name):
     """Each copy continues by itself, as when several texts begin with the same prompt, also in `generate`."""
     model, ids, file = decoder(family, name), tokens(2, 45), io.BytesIO()
-    expected = decode(model, ids, range(25, 45, 5), new_cache(model))[:, 35:]
-    cache = cache_after(model, ids[:, :35], [25, 30])
+    expected = decode(model, ids, range(25, 45, 5), new_cache(model, name=name))[:, 35:]
+    cache = cache_after(model, ids[:, :35], [25, 30], name)
     torch.save(cache, file)
     file.seek(0)
     for one in (copy.deepcopy(cache), torch.load(file, weights_only=False), cache):
@@ -125,7 +127,7 @@ def test_what_a_cache_refuses(family, name):
 
     def filled():
         model = decoder(family, name)
-        cache = new_cache(model)
+        cache = new_cache(model, name=name)
         decode(model, batch["input_ids"], [], cache, batch["attention_mask"])
         return model, cache
 
@@ -330,7 +332,7 @@ def test_gradients_with_a_cache(family, name):
         torch.testing.assert_close(found[3][key], x, atol=1e-4, rtol=1e-3)
 
 
-# Landmarks
+# Landmarks, and look-ups
 
 
 @each_family
@@ -385,17 +387,22 @@ def test_methods_that_decode_exactly(method):
 
 
 def layer_outputs(
-    query, key, value, columns: int, prompt: int, mask=None, scale=None
+    query, key, value, columns: int, prompt: int, mask=None, scale=None, kind="landmarks"
 ) -> tuple[torch.Tensor, NearFarLayer]:
     """The outputs of a layer, a prompt first and then one token after the other."""
-    layer, outs = NearFarLayer(NEARFAR, columns), []
-    cuts = [0, prompt, *range(prompt + 1, query.shape[2] + 1)]
-    for start, end in itertools.pairwise(cuts):
-        own = [x[:, :, start:end] for x in (key, value)]
+    layer = (LookUpLayer if kind == "look-ups" else NearFarLayer)(NEARFAR, columns)
+    cuts = range(prompt, query.shape[2])
+    return in_calls(layer, (query, key, value), cuts, mask, scale=scale), layer
+
+
+def in_calls(layer, tensors, cuts, mask=None, **options) -> torch.Tensor:
+    """The outputs of a layer for its next tokens, in calls that end at `cuts` and at the last token."""
+    outs, options = [], {"scale": None, "dropout_p": 0.0, "seed": 0, **options}
+    for start, end in itertools.pairwise([layer.seen, *cuts, tensors[0].shape[2]]):
+        query, key, value = (x[:, :, start:end] for x in tensors)
         seen = None if mask is None else mask[:, :end]
-        call = {"scale": scale, "dropout_p": 0.0, "seed": 0}
-        outs.append(layer.attention(query[:, :, start:end], *layer.update(*own), seen, **call))
-    return torch.cat(outs, 2), layer
+        outs.append(layer.attention(query, *layer.update(key, value), seen, **options))
+    return torch.cat(outs, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -408,7 +415,18 @@ def test_half_precision_of_landmarks(dtype):
     assert layer.coreset.weights.dtype == torch.float32
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
     model = decoder("llama", "nearfar").to(dtype)
-    assert torch.isfinite(decode(model, tokens(2, 60), range(20, 60), new_cache(model))).all()
+    for name in ("nearfar", "look-ups"):
+        assert torch.isfinite(decode(model, tokens(2, 60), range(20, 60), new_cache(model, name=name))).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_look_ups_round_no_more_than_one_call(dtype):
+    tensors = [x.to(dtype) for x in inputs(2, 2, 100, 16)]
+    call = functools.partial(hea.attention, hea.NearFarConfig().with_budget(24), is_causal=True)
+    expected = call(*(x.double() for x in tensors))
+    out, _ = layer_outputs(*tensors, 24, 40, kind="look-ups")
+    assert out.dtype == dtype
+    assert relative_error(out, expected) < 1.5 * relative_error(call(*tensors), expected)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -429,26 +447,27 @@ def test_a_layer_attends_to_its_keys_and_landmarks(groups):
     torch.testing.assert_close(out[:, :, -1], expected, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["large", "same", "masked", "padding is nan"])
-def test_extreme_inputs_give_finite_outputs(kind):
+@each_kind
+@pytest.mark.parametrize("content", ["large", "same", "masked", "padding is nan"])
+def test_extreme_inputs_give_finite_outputs(content, kind):
     query, key, value = inputs(2, 2, 120, 16, dtype=torch.float32)
     mask = torch.ones(2, 120, dtype=torch.bool)
-    if kind == "large":
+    if content == "large":
         query, key = query * 30.0, key * 30.0
         assert float((query @ key.mT / 4).abs().max()) > 1000
-    elif kind == "same":
+    elif content == "same":
         key = key[:, :, :1].expand_as(key).contiguous()
-    elif kind == "masked":
+    elif content == "masked":
         mask[0] = False
     else:
         mask[1, ::3] = False
-        key[1, :, ::3] = value[1, :, ::3] = torch.nan
-    out, _ = layer_outputs(query, key, value, 16, 20, mask)
+        query[1, :, ::3] = key[1, :, ::3] = value[1, :, ::3] = torch.nan
+    out, _ = layer_outputs(query, key, value, 16, 20, mask, kind=kind)
     assert torch.isfinite(out[mask[:, None].expand(out.shape[:3])]).all()
-    if kind == "same":
+    if content == "same":
         mean = value.cumsum(2) / torch.arange(1, 121)[:, None]
         torch.testing.assert_close(out, mean, atol=1e-4, rtol=1e-4)
-    if kind == "masked":
+    if content == "masked":
         assert (out[0] == 0).all()
 
 
@@ -462,6 +481,48 @@ def test_masked_tokens_anywhere_change_nothing(seed):
         valid = [x[row : row + 1, :, mask[row]] for x in (query, key, value)]
         alone, _ = layer_outputs(*valid, 16, int(mask[row, :12].sum()))
         torch.testing.assert_close(out[row : row + 1, :, mask[row]], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "holes"])
+@pytest.mark.parametrize("columns", [8, 20, 41])
+def test_look_ups_have_the_outputs_and_gradients_of_one_call(columns, padding):
+    """Token by token and in pieces, across all boundaries of chunks, with grouped queries and sinks."""
+    tensors = [x.requires_grad_() for x in inputs(2, 4, 300, num_kv_heads=2, value_dim=5, dtype=torch.float64)]
+    config, mask, sinks = hea.NearFarConfig().with_budget(columns), padding_mask(padding, 2, 300), numbers(4)
+    options = {"attention_mask": mask, "is_causal": True, "sinks": sinks}
+    valid = 1.0 if mask is None else mask[:, None, :, None]
+    expected = valid * hea.attention(config, *tensors, **options)
+    exact = valid * hea.attention("longformer", *tensors, window_size=300, **options)
+    assert not torch.allclose(expected, exact, atol=1e-2)
+    gradients = torch.autograd.grad(expected.square().sum(), tensors)
+    pieces = sorted(torch.randperm(299, generator=torch.Generator().manual_seed(columns))[:9].add(1).tolist())
+    with torch.no_grad():
+        for cuts in (range(1, 300), pieces, [1, 150]):
+            out = valid * in_calls(LookUpLayer(config, columns), tensors, cuts, mask, sinks=sinks)
+            torch.testing.assert_close(out, expected, atol=1e-9, rtol=1e-9)
+    out = valid * in_calls(LookUpLayer(config, columns), tensors, [*pieces, 299], mask, sinks=sinks)
+    found = torch.autograd.grad(out.square().sum(), tensors)
+    torch.testing.assert_close(found, gradients, atol=1e-9, rtol=1e-9)
+
+
+def test_look_ups_continue_after_inference_mode():
+    tensors, layer = inputs(1, 2, 90, 8), LookUpLayer(NEARFAR, 16)
+    with torch.inference_mode():
+        in_calls(layer, [x[:, :, :60] for x in tensors], [40, 41])
+    with torch.no_grad():
+        out = in_calls(layer, tensors, range(61, 90))
+    expected = in_calls(LookUpLayer(NEARFAR, 16), tensors, [40])[:, :, 60:]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_look_ups_keep_besides_the_keys_hardly_grows():
+    tensors, layer, sizes = inputs(1, 2, 8000, 64, value_dim=64), LookUpLayer(NEARFAR, 128), []
+    with torch.no_grad():
+        for length in (2000, 8000):
+            in_calls(layer, [x[:, :, :length] for x in tensors], [])
+            sizes.append(layer.numel() - 2 * tensors[1][:, :, :length].numel())
+    assert sizes[1] < 3 * sizes[0]
+    assert sizes[1] < 0.1 * 2 * tensors[1].numel()
 
 
 def add_keys_naive(
@@ -512,13 +573,18 @@ def test_merging_is_that_of_the_readable_form(length):
     assert (both.clusters[..., -1].sum(1) == 50 + 32).all()
 
 
-def test_gpt2_books_decodes_nearly_the_same_tokens(data):
-    """With 256 columns, trained attention to 1,024 tokens hardly changes; a window with the same memory does."""
+def gpt2_books(data):
+    """The model, and 1,024 tokens."""
     folder = data / "models" / "gpt2-books"
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = read_text(sorted((data / "text" / "books").glob("*.txt.gz"))[0])[-8000:]
     ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=1024)["input_ids"]
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), ids
+
+
+def test_gpt2_books_decodes_nearly_the_same_tokens(data):
+    """With 256 columns, trained attention to 1,024 tokens hardly changes; a window with the same memory does."""
+    model, ids = gpt2_books(data)
     exact = output(model, {"input_ids": ids})
     hea.convert(model, hea.NearFarConfig().with_budget(2048))
     cache = hea.NearFarCache(model.config, 256)
@@ -530,14 +596,29 @@ def test_gpt2_books_decodes_nearly_the_same_tokens(data):
     assert same > same_window + 0.1
 
 
+def test_look_ups_find_a_repeated_passage(data):
+    """GPT-2 copies it from 800 tokens before, as with all keys. Landmarks lose it."""
+    model, ids = gpt2_books(data)
+    ids[:, 864:] = ids[:, 64:224]
+    hea.convert(model, hea.NearFarConfig().with_budget(2048))
+    losses = []
+    for cache in (None, hea.NearFarCache(model.config, 256, look_up=True), hea.NearFarCache(model.config, 256)):
+        logits = decode(model, ids, [64], cache)[:, 864:-1]
+        losses.append(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 865:])))
+    exact, found, forgotten = losses
+    assert found < exact + 0.15 < forgotten - 0.5
+
+
 @pytest.mark.exhaustive
 def test_the_recipe_compares_caches(data, tmp_path):
     file = tmp_path / "caches.csv"
     arguments = ("--data", data, "--budget", "256", "--inputs", "1", "--csv", file)
     assert cli.run(recipe.app, list(map(str, arguments)), "cache") == 0
     with file.open() as opened:
-        exact, ours, window, _ = csv.DictReader(opened)
+        exact, ours, look_ups, window, _ = csv.DictReader(opened)
     assert (exact["cache"], ours["cache"], window["cache"]) == ("exact", "NearFarCache", "window")
+    assert float(exact["repeated"]) < float(look_ups["repeated"]) + 0.01 < float(exact["repeated"]) + 0.3
+    assert float(look_ups["nats"]) < float(exact["nats"]) + 0.02
     assert float(exact["same"]) == float(exact["generated"]) == 1
     assert float(exact["repeated"]) < float(ours["repeated"])
     assert abs(float(ours["numel"]) / float(window["numel"]) - 1) < 0.01

@@ -29,7 +29,10 @@ KINDS = {
     "own steps": [name for name in CAUSAL if name in SAME_BY_STEP and not hea.method_info(name).recurrent],
     "state": [name for name in CAUSAL if hea.method_info(name).recurrent],
     "landmarks": ["nearfar"],
+    "look-ups": ["nearfar"],
 }
+# Those of `NearFarCache`.
+BY_COLUMNS = ("landmarks", "look-ups")
 NEW = 12
 LENGTH = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
 # A cell of the table for a way that has a cache of its own.
@@ -80,12 +83,14 @@ SENTENCES = {
 
 
 def new_cache(model, kind: str):
-    return hea.NearFarCache(model.config, 24) if kind == "landmarks" else DynamicCache(config=model.config)
+    if kind in BY_COLUMNS:
+        return hea.NearFarCache(model.config, 24, look_up=kind == "look-ups")
+    return DynamicCache(config=model.config)
 
 
 def options_of(model, kind: str, options: dict) -> dict:
     """Options of `generate`, which makes most kinds of caches itself."""
-    return {**({cache_argument(): new_cache(model, kind)} if kind == "landmarks" else {}), **options}
+    return {**({cache_argument(): new_cache(model, kind)} if kind in BY_COLUMNS else {}), **options}
 
 
 def tokens_of(model, inputs, kind: str, **options) -> torch.Tensor:
@@ -267,7 +272,7 @@ def own_window(model, kind):
     other = converted(exact, config)
     found = tokens_of(other, inputs, kind)
     assert found.shape == (2, NEW)
-    if kind != "landmarks":
+    if kind not in BY_COLUMNS:
         assert torch.equal(tokens_of(other, inputs, kind, cache_implementation="static"), found)
     assert kind not in ("own steps", "state") or torch.equal(found, tokens_of(other, inputs, "", use_cache=False))
 
@@ -309,7 +314,7 @@ def cases():
 def test_ways(family, case):
     method, kind, way = case
     said, run, model = TABLE[way][kind].partition(" [")[0], WAYS[way], tiny_model(family, method, head=True)
-    if run in (assisted, prompt_lookup) and kind in ("state", "landmarks") and not RECORDS:
+    if run in (assisted, prompt_lookup) and kind in ("state", *BY_COLUMNS) and not RECORDS:
         pytest.skip("this Transformers records no past")
     if said == "works":
         run(model, kind)

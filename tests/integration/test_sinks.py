@@ -137,8 +137,9 @@ def test_caches_and_saved_models_keep_the_sinks(method, tmp_path):
     if hea.method_info(method).config_class.decodes_exactly:
         ours = decode(model, ids, (1,), mask=mask)
         torch.testing.assert_close(ours[mask.bool()], logits(exact, inputs)[mask.bool()], rtol=1e-4, atol=1e-4)
-        within = decode(model, ids, range(20, 70), hea.NearFarCache(model.config, columns=80), mask)
-        torch.testing.assert_close(within, decode(model, ids, range(20, 70), mask=mask), rtol=1e-4, atol=1e-4)
+        for look_up in (False, True):
+            within = decode(model, ids, range(20, 70), hea.NearFarCache(model.config, 80, look_up), mask)
+            torch.testing.assert_close(within, decode(model, ids, range(20, 70), mask=mask), rtol=1e-4, atol=1e-4)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again, inputs), logits(model, inputs))

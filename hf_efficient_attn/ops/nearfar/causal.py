@@ -7,7 +7,7 @@ A query attends to
   most three chunks of each level. A landmark stands for a cluster;
 - exactly, in place of their landmarks, to clusters that it chooses on its own: those whose landmarks may miss most.
   What a landmark may miss is its weight times a margin, which grows with the spread of the scores in the cluster. A
-  cluster is chosen if this is more than 1 / `_MOST` of the sum over all clusters, so that fewer than `_MOST` are
+  cluster is chosen if this is more than 1 / `MOST` of the sum over all clusters, so that fewer than `MOST` are
   chosen, and more than `_LEAST` of all that the query attends to.
 
 Nothing depends on later tokens, on other queries, or on the length of the sequence.
@@ -47,13 +47,13 @@ from hf_efficient_attn.ops.nearfar.chunks import (
 from hf_efficient_attn.ops.nearfar.pairs import Pairs, attend_to_pairs
 from hf_efficient_attn.ops.slices import slice_size, sliced, spans_together
 
-_MOST = 48
+MOST = 48
 _LEAST = 0.005
 # Landmarks whose weights sum to less than this share of all weights times margins do not count. The gradient of a
 # quotient by less would overflow.
 _LEAST_NUMBER = 1e-30
 # Numbers are first compared with a bound by the maxima of so many.
-_COMPARED = 8
+COMPARED = 8
 
 
 def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Tensor:
@@ -90,7 +90,7 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
 
 
 def _rule() -> ClusterRule:
-    return ClusterRule(BASE, WEIGHTED, GROWTH, LEAST_SPREAD, LARGEST_SPREAD, _MOST, _LEAST)
+    return ClusterRule(BASE, WEIGHTED, GROWTH, LEAST_SPREAD, LARGEST_SPREAD, MOST, _LEAST)
 
 
 def _attend(call: ClusterCall, dropout_p: float) -> Partial:
@@ -112,7 +112,7 @@ def _plain(call: ClusterCall, dropout_p: float = 0.0) -> Partial:
         equal, own = zip(*same, strict=True)
         past.append(make_clusters(key, value, equal, own, blocks, call.block_size))
     exact_query = query.to(near.lse.dtype)
-    far, pairs = _landmarks(exact_query, near.lse, _columns(past), levels, call.first_query, dropout_p)
+    far, pairs = _landmarks(exact_query, near.lse, columns_of(past), levels, call.first_query, dropout_p)
     parts = [far, near]  # the result has the dtype of the first
     start = 0
     for clusters in past:
@@ -152,7 +152,8 @@ class Columns(NamedTuple):
     mean: Tensor  # (., G, Dv + 1), their values divided by their margins, and the inverses of their margins
 
 
-def _columns(past: list[Clusters]) -> Columns:
+def columns_of(past: list[Clusters]) -> Columns:
+    """Return the landmarks of clusters, and last the one without weight."""
     margin = torch.cat([x.margin for x in past], 1)  # (BH, M)
     share = (-margin).exp().unsqueeze(2)
     mean = torch.cat((torch.cat([x.mean for x in past], 1) * share, share), 2)
@@ -192,7 +193,7 @@ def _landmarks(
         queries, lse = (x[:, start : start + step].flatten(0, 1) for x in spans)
         columns = Columns(*(take(x, seen.expand(batch_heads, -1, -1)).flatten(0, 1) for x in table))
         hidden = _not_ended(levels[0].chunk // levels[0].leaf, query.device)
-        out, (row, place, column) = _far(queries, lse, columns, hidden, dropout_p)
+        out, (row, place, column) = attend_to_landmarks(queries, lse, columns, hidden, dropout_p)
         outs.append(out.view(batch_heads, -1, out.shape[2]))
         head = row.div(len(seen), rounding_mode="floor")
         part = row - head * len(seen)
@@ -212,7 +213,7 @@ def _seen(start: int, count: int, levels: tuple[Level, ...], starts: tuple[int, 
     """Return the clusters that some query of each of `count` spans sees, int64 (count, G).
 
     A level's clusters begin at its number of `starts`. The last number is the place of a landmark without weight, which
-    fills the columns up to a multiple of `_COMPARED`, and is always the last one. The clusters of the first level are
+    fills the columns up to a multiple of `COMPARED`, and is always the last one. The clusters of the first level are
     in the first columns.
     """
     rows = []
@@ -225,7 +226,7 @@ def _seen(start: int, count: int, levels: tuple[Level, ...], starts: tuple[int, 
             low = first + ended // BASE * BASE * clusters
             row += [place if place < end else starts[-1] for place in range(low, first + last * clusters)]
         rows.append(row)
-    width = ceil_div(max(map(len, rows)) + 1, _COMPARED) * _COMPARED
+    width = ceil_div(max(map(len, rows)) + 1, COMPARED) * COMPARED
     return torch.tensor([row + [starts[-1]] * (width - len(row)) for row in rows], device=device)
 
 
@@ -236,8 +237,8 @@ def _not_ended(clusters: int, device: torch.device) -> Tensor:
     return (chunk >= torch.arange(BASE, device=device)[:, None])[:, None]
 
 
-def _far(
-    query: Tensor, window_lse: Tensor, columns: Columns, hidden: Tensor, dropout_p: float
+def attend_to_landmarks(
+    query: Tensor, window_lse: Tensor, columns: Columns, hidden: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Compute attention of the queries of spans to landmarks, and choose clusters in place of landmarks.
 
@@ -245,20 +246,21 @@ def _far(
         query: (R, span, D).
         window_lse: (R, span, 1), the lse of the windows.
         columns: the landmarks in the columns of each span.
-        hidden: bool (BASE, 1, C), which of the first columns the blocks of a span do not see.
+        hidden: bool (BASE, 1, C), which of the first columns the blocks of a span do not see, or None.
         dropout_p: the probability of dropping a weight.
 
     Returns:
         Output and lse side by side (R, span, Dv + 1); and the row, query and column of all choices, int64 (P,) each.
     """
     score = torch.bmm(query, columns.center.mT).add_(columns.bias.mT)  # (R, span, G)
-    score.view(len(score), BASE, -1, score.shape[2])[..., : hidden.shape[2]].masked_fill_(hidden, -torch.inf)
+    if hidden is not None:
+        score.view(len(score), BASE, -1, score.shape[2])[..., : hidden.shape[2]].masked_fill_(hidden, -torch.inf)
     score[..., -1:] = window_lse
     weight = score.softmax(2)
     near = weight[..., -1:]
     total = score.amax(2, keepdim=True) - weight.amax(2, keepdim=True).log()
     with torch.no_grad():
-        choice = _above(weight, ((1.0 - near) / _MOST).clamp(min=_LEAST))
+        choice = _above(weight, ((1.0 - near) / MOST).clamp(min=_LEAST))
         row, place, column = choice
         index = (row * weight.shape[1] + place) * weight.shape[2] + column
     far = weight.flatten().index_fill(0, index, 0.0).view_as(weight)  # the last column has no value
@@ -273,10 +275,10 @@ def _far(
 
 def _above(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the numbers of x (R, n, m), except the last of m, above the bounds (R, n, 1): three indices, int64 (P,)."""
-    parts = x.unflatten(2, (_COMPARED, -1))
+    parts = x.unflatten(2, (COMPARED, -1))
     width = parts.shape[3]
     row, place, column = (parts.amax(2) > bound).nonzero().unbind(1)
-    some = parts.transpose(2, 3)[row, place, column] > bound[row, place]  # (P', _COMPARED)
+    some = parts.transpose(2, 3)[row, place, column] > bound[row, place]  # (P', COMPARED)
     some[:, -1] &= column < width - 1
     which, step = some.nonzero().unbind(1)
     return row[which], place[which], column[which] + step * width
@@ -326,7 +328,7 @@ def _naive_head(
         values.append(mean)
     near = exact.masked_fill(~is_exact | is_later, -torch.inf).logsumexp(1, keepdim=True)  # (N, 1)
     share = torch.cat([near, *bounds], 1).softmax(1)
-    is_chosen = share[:, 1:] > ((1.0 - share[:, :1]) / _MOST).clamp(min=_LEAST)  # (N, all M)
+    is_chosen = share[:, 1:] > ((1.0 - share[:, :1]) / MOST).clamp(min=_LEAST)  # (N, all M)
     for members, own in zip(index, is_chosen.split([len(x) for x in index], 1), strict=True):
         keys = own.repeat_interleave(members.shape[1], 1)  # (N, M leaf)
         is_exact = is_exact | torch.zeros_like(is_exact).scatter(1, members.flatten().expand(len(query), -1), keys)

@@ -63,10 +63,8 @@ class Level(NamedTuple):
 def levels_of(length: int, options: CausalNearFarOptions) -> tuple[Level, ...]:
     """Return the levels of which queries of a sequence see chunks."""
     levels: list[Level] = []
-    chunk = options.block_size
-    while chunk + options.block_size < length:
-        levels.append(Level(chunk, options.leaf << max(0, len(levels) + 1 - _EQUAL_LEVELS)))
-        chunk *= BASE
+    while options.block_size * (BASE ** len(levels) + 1) < length:
+        levels.append(level_at(len(levels), options))
     return tuple(levels)
 
 
@@ -74,6 +72,11 @@ def levels_of(length: int, options: CausalNearFarOptions) -> tuple[Level, ...]:
 def level_sizes(levels: tuple[Level, ...], device: torch.device) -> Tensor:
     """Return the sizes of chunks and clusters as a tensor, int32 (E, 2)."""
     return torch.tensor(levels, dtype=torch.int32, device=device)
+
+
+def level_at(index: int, options: CausalNearFarOptions) -> Level:
+    """Return a level by its number, from that of the smallest chunks on."""
+    return Level(options.block_size * BASE**index, options.leaf << max(0, index + 1 - _EQUAL_LEVELS))
 
 
 class Clusters(NamedTuple):
