@@ -149,9 +149,9 @@ def _written(x: Tensor, new: Tensor, starts: Sequence[int], number: Sequence[int
     """Put a number of tokens of each row of new (B, H, n, .) into x (B, H, N, .), from the indices `starts` on."""
     if len({*starts}) == len({*number}) == 1:
         return _put(x, slice(None), slice(starts[0], starts[0] + number[0]), new[:, :, : number[0]])
-    row, token = (torch.arange(new.shape[2]) < torch.tensor(number)[:, None]).nonzero().unbind(1)
-    row, token, index = (i.to(x.device) for i in (row, token, torch.tensor(starts)[row] + token))
-    return _put(x, row, index, new[row, :, token])
+    first, count = torch.tensor((starts, number), device=x.device)
+    row, token = (integers(new.shape[2], x.device) < count[:, None]).nonzero().unbind(1)
+    return _put(x, row, first[row] + token, new[row, :, token])
 
 
 def _extended(x: Tensor, new: Tensor, counts: Sequence[int], added: Sequence[int]) -> Tensor:
@@ -166,7 +166,8 @@ def _tokens(x: Tensor, starts: Sequence[int], count: int) -> Tensor:
     """Return `count` tokens of each row of x (B, H, N, .) from `starts` on. What follows the last one means nothing."""
     if len({*starts}) == 1:
         return x[:, :, starts[0] : starts[0] + count]
-    index = (torch.tensor(starts)[:, None] + torch.arange(count)).clamp_(max=x.shape[2] - 1).to(x.device)
+    index = torch.tensor(starts, device=x.device)[:, None] + integers(count, x.device)
+    index = index.clamp_(max=x.shape[2] - 1)  # (B, count)
     found: Tensor = take(x.flatten(0, 1), index.repeat_interleave(x.shape[1], 0)).unflatten(0, x.shape[:2])
     return found
 
@@ -276,9 +277,9 @@ def _window(kept: Kept, query: Tensor, first: Sequence[int], end: int, options: 
     groups = num_heads // num_kv_heads
     last = [start - begin for start, begin in zip(first, starts, strict=True)]  # the last key of the first query
     bias = None
-    if min(last) < key.shape[2] - 1:
-        after = torch.arange(key.shape[2]) - torch.arange(number)[:, None]  # (n, Nk)
-        bias = mask_bias(after <= torch.tensor(last)[:, None, None], query.dtype).to(query.device)
+    if min(last) < width - 1:
+        later = integers(width, query.device) - integers(number, query.device)[:, None]  # (n, Nk)
+        bias = mask_bias(later <= torch.tensor(last, device=query.device)[:, None, None], query.dtype)
         bias = bias.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0)[:, None]
     # The query heads of a group are passed as if they were several queries of one head.
     flat = query.reshape(batch * num_kv_heads, 1, groups * number, -1)
