@@ -288,17 +288,9 @@ def _window(kept: Kept, query: Tensor, first: Sequence[int], end: int, options: 
 
 
 def _clusters(kept: Kept, query: Tensor, row: Tensor, column: Tensor, options: CausalNearFarOptions) -> Tensor:
-    """Compute attention of a query to a cluster for P pairs.
+    """Compute attention of queries (P, D) to one cluster each: (P, Dv + 1), outputs and their lse.
 
-    Args:
-        kept: what is kept.
-        query: (P, D).
-        row: int64 (P,), the head among the heads of all sequences.
-        column: int64 (P,), the landmark of the cluster.
-        options: those of the causal form.
-
-    Returns:
-        (P, Dv + 1), outputs and their lse.
+    A cluster is that of a landmark, int64 (P,), of a row, int64 (P,), of the heads of all sequences.
     """
     keys, values = (x.flatten(0, 2)[None] for x in (kept.key, kept.value))  # (1, B H_kv L, .)
     members = kept.members.flatten()
