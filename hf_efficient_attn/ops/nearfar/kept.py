@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, output_of
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most, coarse_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, take
 from hf_efficient_attn.ops.nearfar.causal import COMPARED, MOST, Columns, attend_to_landmarks, columns_of
@@ -204,7 +204,8 @@ def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tenso
     groups = query.shape[1] // kept.key.shape[1]
     own = (x[rows, :, start : start + place.chunk] for x in (kept.key, kept.value))
     key, value = (x.repeat_interleave(groups, 1).flatten(0, 1) for x in own)  # (R H, chunk, .)
-    points = key.detach().to(query.dtype) @ kept.directions[rows].flatten(0, 1)
+    coarse = key.detach().to(coarse_dtype(key))
+    points = coarse @ kept.directions[rows].flatten(0, 1).to(coarse.dtype)
     members = halve(points, (place.chunk // place.leaf).bit_length() - 1)  # (R H, chunk)
 
     def some_heads(key: Tensor, value: Tensor, members: Tensor, query: Tensor) -> Tensor:
