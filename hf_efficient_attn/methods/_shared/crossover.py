@@ -60,15 +60,15 @@ Table = Mapping[str, Crossover]
 # The lengths of nearfar; those of others follow from `MethodConfig.cost`, which is above the ratio of the lengths of a
 # method and of nearfar on a Xeon with AMX (one thread, float32, bfloat16 and causal, 2 and 16 heads). The lengths of
 # processors are rounded from nearfar on two idle cores of a Zen 5 with two threads, as measured by `hf-efficient-attn
-# crossover`. The causal lengths are from a Zen 4, where nearfar is 1.1 times as fast as exact attention with 8,192
-# tokens. For other devices these are lengths at which a vain attempt costs little on an NVIDIA H100, where exact
+# crossover`. The causal lengths are those of float32 on a Xeon with AMX, two threads; in bfloat16 that has 5,200. For
+# other devices these are lengths at which a vain attempt costs little on an NVIDIA H100, where exact
 # attention is very fast.
 _BUILT_IN = {
     "cpu": {
         "float32": Crossover(2688, 2688),
-        "float32 causal": Crossover(7680, 7424),
+        "float32 causal": Crossover(8320, 8064),
         "bfloat16": Crossover(2624, 2496),
-        "bfloat16 causal": Crossover(7680, 7424),
+        "bfloat16 causal": Crossover(8320, 8064),
     },
     "": {
         "float32": Crossover(65536, 32768),
