@@ -53,3 +53,22 @@ def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None 
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     return Partial(weights / total @ value, (total.log() + row_max).masked_fill(empty, -torch.inf).squeeze(-1))
+
+
+def count_moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the bytes that kernels in Triton's interpreter load and store with a mask from now on, in one number."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    moved = [0]
+
+    def counted(function: Callable[..., Any], position: int) -> Callable[..., Any]:
+        def call(self: Any, pointers: Any, *given: Any) -> Any:
+            moved[0] += int(given[position].data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+            return function(self, pointers, *given)
+
+        return call
+
+    for name, position in (("load", 0), ("store", 1)):
+        function = getattr(InterpreterBuilder, f"create_masked_{name}")
+        monkeypatch.setattr(InterpreterBuilder, f"create_masked_{name}", counted(function, position))
+    return moved

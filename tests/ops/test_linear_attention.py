@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_efficient_attn as hea
+from each import count_moved
 from hf_efficient_attn.ops.backends import launches, linear_attention, random_features
 from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
 from hf_efficient_attn.ops.draws import Draws
@@ -171,27 +172,13 @@ def test_methods_with_and_without_kernels(kernels, monkeypatch, method, options,
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
 @pytest.mark.parametrize("form", [{}, {"causal": True}, None])
 def test_costs_are_what_the_kernels_move(kernels, monkeypatch, form):
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    moved = 0
-
-    def counted(function, position):
-        def call(self, pointers, *arguments):
-            nonlocal moved
-            moved += int(arguments[position].data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
-            return function(self, pointers, *arguments)
-
-        return call
-
-    for name, position in (("load", 0), ("store", 1)):
-        function = getattr(InterpreterBuilder, f"create_masked_{name}")
-        monkeypatch.setattr(InterpreterBuilder, f"create_masked_{name}", counted(function, position))
+    moved = count_moved(monkeypatch)
     sizes = (300, 300, 30, 17, torch.bfloat16)
     if form is None:
         results_of_directions(make_directions(*sizes), lambda call: random_features.BACKEND.attend(call).out)
     else:
         results(make(*sizes, **form), linear_attention.BACKEND.attend)
-    assert moved == sum(COSTS[x.name](x).moved for x in kernels)
+    assert moved[0] == sum(COSTS[x.name](x).moved for x in kernels)
 
 
 def test_the_check_on_first_use(kernels):

@@ -22,6 +22,8 @@ BASE = 4
 # On the first levels clusters have `leaf` keys, and on each later one twice as many, so that what a query sees grows
 # with the square root of the length.
 _EQUAL_LEVELS = 4
+# Keys of a chunk are divided by the norm of those of its first block, which counts as at least this.
+_LEAST_SIZE = 1e-2
 # A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
 WEIGHTED = 0.25
 # What a landmark may miss is computed from a standard deviation of the scores of its keys that is clamped to these
@@ -126,17 +128,19 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
     some = torch.stack([query[:, : level.chunk : level.chunk // block] for level in levels], 1)  # (BH, E, block, D)
     some = some.to(accumulation_dtype(key.dtype))
     factor = directions((some - some.mean(2, keepdim=True)).flatten(0, 1))  # (BH E, D, F)
-    # Fourth powers of variances must not overflow.
-    dtype = factor.dtype
-    size = torch.linalg.vector_norm(key, dim=(1, 2), dtype=dtype).clamp(min=torch.finfo(dtype).tiny)  # (BH,)
+    # Fourth powers of variances must not overflow. The sizes of later keys must not change what comes before them.
+    blocks = key[:, : length // block * block].unflatten(1, (-1, block))
+    size = torch.linalg.vector_norm(blocks, dim=(2, 3), dtype=factor.dtype).clamp(min=_LEAST_SIZE)  # (BH, T)
     key = key.to(coarse_dtype(key))
-    factor = (factor.unflatten(0, (batch_heads, -1)) / size[:, None, None, None]).to(key.dtype)  # (BH, E, D, F)
+    size = size.to(key.dtype)[..., None, None]
+    factor = factor.to(key.dtype).unflatten(0, (batch_heads, -1))  # (BH, E, D, F)
     points = []
     for chunk, _ in levels:
         count = length // chunk
         last = _last_ended(chunk, count, levels, key.device)  # (n,)
+        own = factor[:, last] / size[:, :: chunk // block][:, :count]  # (BH, n, D, F)
         chunks = key[:, : count * chunk].unflatten(1, (count, chunk))
-        points.append((chunks @ factor[:, last]).flatten(1, 2))  # (BH, n chunk, F)
+        points.append((chunks @ own).flatten(1, 2))  # (BH, n chunk, F)
     return _halved_chunks(torch.cat(points, 1), length, levels)
 
 
