@@ -231,20 +231,30 @@ def check_padding(
 # primitives (128, 256), and next to them.
 
 CUTS = (7, 8, 16, 39, 40, 127, 128, 129, 255, 256, 257)
+# How large later tokens are. Some products of their squares leave the range of float32.
+LATER = (40.0, 1e8)
 
 
 def _any_tokens(d: Draw) -> dict[str, Any]:
     dtype = d.choice(torch.float32, torch.bfloat16)
-    return {**d.length_and_cut(), **d.heads(padding=d.padding(), content=d.any_content(), dtype=dtype)}
+    given = d.heads(padding=d.padding(), content=d.any_content(), dtype=dtype)
+    return {**d.length_and_cut(), **given, "later": d.choice(*LATER)}
 
 
-@Promise(_any_tokens, share=2.0, applies=_is_causal, at=[{"length": 301, "cut": cut, "seed": cut} for cut in CUTS])
-def check_future(instance: Instance, length: int, cut: int, padding: str = "none", seed: int = 0, **shape: Any) -> None:
+@Promise(
+    _any_tokens,
+    share=2.0,
+    applies=_is_causal,
+    at=[{"length": 301, "cut": cut, "seed": cut, "later": later} for cut in CUTS for later in LATER],
+)
+def check_future(
+    instance: Instance, length: int, cut: int, later: float, padding: str = "none", seed: int = 0, **shape: Any
+) -> None:
     """If all tokens from the cut on and their mask are replaced, the outputs before it are the same bit for bit."""
     # The fused kernel is used if value_dim equals head_dim, and the package's own kernel otherwise.
     shape = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 6, "value_dim": 6 - seed % 2, **shape}
     shape |= {"batch": 2, "q_len": length}
-    original, other = inputs(**shape, seed=seed), inputs(**{**shape, "spread": 40.0}, seed=seed + 1)
+    original, other = inputs(**shape, seed=seed), inputs(**{**shape, "spread": later}, seed=seed + 1)
     key_mask, other_mask = (padding_mask(padding, 2, length, seed + i) for i in (0, 1))
     changed = [torch.cat((a[:, :, :cut], b[:, :, cut:]), 2) for a, b in zip(original, other, strict=True)]
     changed_mask = None if key_mask is None else torch.cat((key_mask[:, :cut], other_mask[:, cut:]), 1)

@@ -130,11 +130,13 @@ def favor(num_features: int, scale: float, head_dim: int, draws: Draws) -> Featu
 
     def of_key(key: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         logs, size, half_norm = logs_of(key, directions)
-        size = (size - half_norm.detach()).ceil_()
-        phi = logs.sub_(half_norm + size).exp2_().to(sum_dtype(key))
+        log = size - half_norm
+        factor = log.detach().ceil()
+        # Large numbers are subtracted from one another first, so that features of very long keys do not overflow.
+        phi = logs.sub_(size - (log - factor)).exp2_().to(sum_dtype(key))
         if key_mask is None:
-            return phi, size.squeeze(-1)
-        return phi * key_mask.unsqueeze(-1), size.squeeze(-1).masked_fill(~key_mask, EMPTY)
+            return phi, factor.squeeze(-1)
+        return phi * key_mask.unsqueeze(-1), factor.squeeze(-1).masked_fill(~key_mask, EMPTY)
 
     fused = FusedFeatures(
         "favor",
