@@ -51,6 +51,7 @@ class Call(NamedTuple):
     module: nn.Module
     distance_bias: Tensor | None = None  # (H, 2R + 1), the bias of the scores by distance; None for none
     sinks: Tensor | None = None  # (H,), attention sinks; None for none
+    window: int | None = None  # the number of keys on one side, its own included, that a query attends to; None for all
 
     @property
     def layer(self) -> Layer | None:
@@ -125,7 +126,7 @@ class Call(NamedTuple):
         """The output of exact attention, as the layers compute it that stay exact in a converted model."""
         return exact_layer(
             self.query, self.key, self.value, self.key_mask, is_causal=self.is_causal, scale=self.scale, dropout_p=0.0,
-            distance_bias=self.distance_bias, sinks=self.sinks,
+            distance_bias=self.distance_bias, window=self.window, sinks=self.sinks,
         )  # fmt: skip
 
 
@@ -179,18 +180,10 @@ class _Capture:
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
         why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
-        tensors, empty = (query, key, value, read.key_mask), value.new_empty(0)
-        call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, read.distance_bias, read.sinks)
-        if location.window is None:
-            out = self.compute(call)
-        else:
-            given: dict[str, Any] = {
-                "is_causal": read.is_causal,
-                "scale": read.scale,
-                "window": read.window,
-                "sinks": read.sinks,
-            }
-            out = exact_layer(*tensors, dropout_p=0.0, **given)
+        tensors, of_scores = (query, key, value, read.key_mask), (read.distance_bias, read.sinks, read.window)
+        empty = value.new_empty(0)
+        call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, *of_scores)
+        out = self.compute(call) if location.window is None else call.compute_exact()
         if location.window is None and not out.isfinite().all():
             raise UnsupportedAttentionError(
                 f"{'exact ' if self.compute is exact_attention_of else ''}attention in {call.name} gives values that "
