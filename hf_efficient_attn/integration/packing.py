@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,22 +114,11 @@ def _makes_mask(name: str) -> bool:
     return name.startswith("create_") and "causal_mask" in name
 
 
-class Texts(NamedTuple):
-    """T texts of similar length.
+def texts_of(begins: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Find the texts of packed rows, bool (B, N), True for the first token of each text, T texts at a time.
 
-    Attributes:
-        token: int64 (T, L), the tokens of each text among those of all rows.
-        valid: bool (T, L), False behind the end of a text.
-    """
-
-    token: Tensor
-    valid: Tensor
-
-
-def texts_of(begins: Tensor) -> Iterator[Texts]:
-    """Find the texts of packed rows, bool (B, N), True for the first token of each text.
-
-    The longest text of a batch has less than twice the tokens of the shortest one.
+    Yields their tokens among those of all rows, int64 (T, L), and bool (T, L), False behind the end of a text. The
+    longest text has less than twice the tokens of the shortest one.
     """
     start = begins.flatten().nonzero()[:, 0]
     length = pad(start, (0, 1), value=begins.numel()).diff()
@@ -138,7 +127,7 @@ def texts_of(begins: Tensor) -> Iterator[Texts]:
         same = bits == one
         offset = torch.arange(int(length[same].max()), device=begins.device)
         token = start[same].unsqueeze(1) + offset
-        yield Texts(token.clamp(max=begins.numel() - 1), offset < length[same].unsqueeze(1))
+        yield token.clamp(max=begins.numel() - 1), offset < length[same].unsqueeze(1)
 
 
 def attend_by_text(
@@ -157,10 +146,10 @@ def attend_by_text(
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in tensors)  # (B N, H, .) each
     outs = []
     order = []
-    for texts in texts_of(begins):
-        q, k, v = (x[texts.token].transpose(1, 2) for x in (query, key, value))  # (T, H, L, .) each
-        out = compute((q, k, v), texts.valid)  # (T, H, L, Dv)
-        outs.append(out.transpose(1, 2)[texts.valid])
-        order.append(texts.token[texts.valid])
+    for token, valid in texts_of(begins):
+        q, k, v = (x[token].transpose(1, 2) for x in (query, key, value))  # (T, H, L, .) each
+        out = compute((q, k, v), valid)  # (T, H, L, Dv)
+        outs.append(out.transpose(1, 2)[valid])
+        order.append(token[valid])
     joined = torch.cat(outs).index_select(0, torch.cat(order).argsort())  # (B N, H, Dv)
     return joined.unflatten(0, begins.shape).transpose(1, 2)

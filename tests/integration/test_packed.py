@@ -128,9 +128,9 @@ def test_texts_of_similar_length_are_computed_together(lengths):
     begins = torch.zeros(1, sum(lengths), dtype=torch.bool)
     begins[0, torch.tensor([0, *lengths]).cumsum(0)[:-1]] = True
     found = list(texts_of(begins))
-    assert sorted(int(n) for texts in found for n in texts.valid.sum(1)) == sorted(lengths)
-    assert torch.cat([x.token[x.valid] for x in found]).sort()[0].equal(torch.arange(sum(lengths)))
-    assert sum(x.token.numel() for x in found) < 2 * sum(lengths)
+    assert sorted(int(n) for _, valid in found for n in valid.sum(1)) == sorted(lengths)
+    assert torch.cat([token[valid] for token, valid in found]).sort()[0].equal(torch.arange(sum(lengths)))
+    assert sum(token.numel() for token, _ in found) < 2 * sum(lengths)
 
 
 @pytest.mark.parametrize("family", DECODERS)
