@@ -9,10 +9,14 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops.attend import Partial, safe_row_max
-from instances import DEFAULTS, FIRST, INSTANCES, forms
+from instances import DEFAULTS, FIRST, INSTANCES, VARIANTS, WITH_SINKS, forms
 
 FIRST_FORMS = [pytest.param(i, c, id=f"{i.method}{'-causal' if c else ''}") for i in FIRST.values() for c in i.forms]
 FORMS = [pytest.param(i, c, id=f"{i}{'-causal' if c else ''}") for i, c in forms()]
+DEFAULT_FORMS = [(instance, is_causal) for instance in DEFAULTS for is_causal in instance.forms]
+# All forms of all rows. Of the variants Longformer, the last one, has a causal form with a bias.
+EVERY = [*forms(), *((variant, False) for variant in VARIANTS), (VARIANTS[-1], True)]
+EVERY += [(instance, is_causal) for instance in WITH_SINKS for is_causal in instance.forms]
 each_form = pytest.mark.parametrize(("instance", "is_causal"), FORMS)
 each_first_form = pytest.mark.parametrize(("instance", "is_causal"), FIRST_FORMS)
 each_instance = pytest.mark.parametrize("instance", INSTANCES, ids=str)

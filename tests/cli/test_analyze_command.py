@@ -214,11 +214,7 @@ def test_all_layers_are_measured_a_little_before_any_is_measured_in_full(monkeyp
     monkeypatch.setattr(calibration.Study, "add", slow)
     monkeypatch.setattr("hf_efficient_attn.evaluation.progress.time.monotonic", lambda: clock[0])
     given = tiny_model("bert"), tiny_batch("bert", batch=3)
-    options = {
-        "methods": [make_config(x) for x in ("longformer", "kdeformer")],
-        "budgets": [8, 16, 32],
-        "max_error": 9.0,
-    }
+    options = {**WINDOW, "methods": [*map(make_config, ("longformer", "kdeformer"))], "budgets": [8, 16, 32]}
     rows = []
 
     def run(seconds):

@@ -13,18 +13,8 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
-from helpers.commands import (
-    NOTHING_COMPLETE,
-    TEXT,
-    interrupt,
-    read,
-    refused,
-    run_json,
-    save,
-    shown,
-    tokenizer_for,
-    tree,
-)
+from converted import save, tokenizer_for
+from helpers.commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, shown, tree
 from helpers.encoder_decoders import tiny
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.evaluation import benchmark, capture, comparison, pictures, timing
@@ -344,12 +334,9 @@ def test_table_and_files(made, text, figures, tmp_path, capsys):
 
 def interrupt_after(monkeypatch, count):
     """Let the user press Ctrl-C in the measurement after `count` measurements."""
-    measure, done = comparison.LengthComparison.measure, iter(range(count))
-    monkeypatch.setattr(
-        comparison.LengthComparison,
-        "measure",
-        lambda *given: interrupt() if next(done, None) is None else measure(*given),
-    )
+    kind = comparison.LengthComparison
+    measure, done = kind.measure, iter(range(count))
+    monkeypatch.setattr(kind, "measure", lambda *given: interrupt() if next(done, None) is None else measure(*given))
 
 
 @pytest.mark.parametrize(("family", "title"), [("gpt2", "ratio"), ("bert", "top1")])
@@ -442,17 +429,8 @@ def test_all_lengths_are_measured_once_before_any_is_measured_in_full(made, text
     found = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60, 90], execution=execution(40 / 60), **options)
     assert seen[6:12] == seen[:6] and seen[12] == (30, "sdpa", 4) and 0 < len(found["only_first"]) < 6
     assert [(row["length"], row["attention"]) for row in found["measurements"]] == labels
-    line = (
-        "benchmark",
-        made("bert"),
-        "--methods",
-        "longformer:window_size=3",
-        "--lengths",
-        "30",
-        "--data",
-        text,
-        *FAST,
-    )
+    words = "--methods longformer:window_size=3 --lengths 30 --data"
+    line = ("benchmark", made("bert"), *words.split(), text, *FAST)
     assert "the later one counts" in shown(capsys, *line, "--minutes", 60).out
     assert "the later one counts" not in shown(capsys, *line).out
 

@@ -434,11 +434,8 @@ def test_steps_stop_before_the_limit(seconds, factor, minutes, done, clock):
 
 def test_a_stage_that_ends_early_is_followed_by_the_next(clock):
     """The first measurement of what is long does not fit, and those that are complete can still be refined."""
-    plan = [
-        *(Step(f"{i}", cost) for i, cost in enumerate([1, 100, 1])),
-        Step("full", 9, stage=1),
-        Step("late", 99, stage=1),
-    ]
+    plan = [Step(f"{i}", cost) for i, cost in enumerate([1, 100, 1])]
+    plan += [Step("full", 9, stage=1), Step("late", 99, stage=1)]
     names = []
     for step in carry_out(plan, Execution(1.0, _start=0.0)):
         clock.now += step.cost

@@ -255,11 +255,8 @@ def test_the_command_measures_once(cache, measurements, capsys):
 
 def test_the_command_says_up_to_which_length_auto_is_exact(cache, monkeypatch, capsys):
     """Longer than the crossover, above all with small heads, and by the defaults of `auto`."""
-    rows = {
-        "float32": Crossover(2942, 2942),
-        "bfloat16": Crossover(3000, 2500),
-        "float32 causal": Crossover(7000, 6000),
-    }
+    lengths = {"float32": (2942, 2942), "bfloat16": (3000, 2500), "float32 causal": (7000, 6000)}
+    rows = {name: Crossover(*pair) for name, pair in lengths.items()}
     monkeypatch.setattr(measuring, "measure_crossover", lambda method, device: rows)
     found = run_json(capsys, "crossover")["auto_exact_up_to"]
     assert list(found) == list(rows)

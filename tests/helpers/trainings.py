@@ -87,8 +87,5 @@ def batches(family: str = "bert", count: int = 4, **options) -> list[dict]:
 
 def values(model, learned: bool | None = None) -> dict[str, torch.Tensor]:
     """Copies of parameters: what attention methods learn, the model's own, or all."""
-    return {
-        name: p.detach().clone()
-        for name, p in model.named_parameters()
-        if learned in (None, "learned_parameters" in name)
-    }
+    named = model.named_parameters()
+    return {name: p.detach().clone() for name, p in named if learned in (None, "learned_parameters" in name)}

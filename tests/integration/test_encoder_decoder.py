@@ -142,10 +142,8 @@ def test_ranges_of_names():
     names = [f"encoder.layers.{number}" for number in range(12)]
     assert naming.ranges(names) == "encoder.layers.0-11" and naming.parse_layers("encoder.layers.0-11") == names
     assert naming.ranges([*names[:2], 3, 4, "decoder"]) == "decoder,encoder.layers.0,encoder.layers.1,3-4"
-    assert (
-        naming.stem_of("encoder.layers.0.self_attn") == "encoder.layers.0"
-        and naming.stem_of("attention") == "attention"
-    )
+    assert naming.stem_of("encoder.layers.0.self_attn") == "encoder.layers.0"
+    assert naming.stem_of("attention") == "attention"
     assert naming.names_of(["h.0.attn"]) == ["h"]
     # None first, then names, then numbers.
     assert naming.in_order([3, "t2t.1", None, 0, "t2t.0", 3]) == [None, "t2t.0", "t2t.1", 0, 3]

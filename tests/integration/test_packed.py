@@ -155,5 +155,4 @@ def test_packed_rows_in_a_compiled_model():
     plain, packed = torch.arange(70)[None], torch.cat((torch.arange(30), torch.arange(40)))[None]
     with torch.no_grad():
         compiled(ids, position_ids=plain)
-        with pytest.raises(RuntimeError, match="packed sequences"):
-            compiled(ids, position_ids=packed)
+        refuses("packed sequences", compiled, ids, position_ids=packed, error=RuntimeError)

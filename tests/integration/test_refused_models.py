@@ -21,15 +21,8 @@ PATCHES = {"patch_size": 4}
 WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
 SWIN = {"patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_attention_heads": [2, 2], "window_size": 4}
 SWIN["num_heads"] = SWIN["num_attention_heads"]
-SAM = {
-    **PATCHES,
-    "mlp_dim": 48,
-    "mlp_ratio": 2.0,
-    "output_channels": 8,
-    "num_pos_feats": 8,
-    "window_size": 4,
-    "global_attn_indexes": [1],
-}
+SAM = {**PATCHES, "mlp_dim": 48, "mlp_ratio": 2.0, "output_channels": 8, "num_pos_feats": 8}
+SAM |= {"window_size": 4, "global_attn_indexes": [1]}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]}
 # Model types with values of their config, and why they are refused; and the method, if it is not kdeformer.
 MODELS = {

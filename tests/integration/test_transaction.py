@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hf_efficient_attn as hea
+from each import refuses
 from helpers.encoder_decoders import composite
 from hf_efficient_attn.integration.models import Snapshot, configs_of
 from tiny_models import SMALL, output, tiny_batch, tiny_config, tiny_model
@@ -187,8 +188,7 @@ def test_a_warning_that_is_an_error_changes_nothing():
             lambda: hea.convert(torch.nn.ModuleList([tiny_model("bert"), model]), "scatterbrain"),
             lambda: model.set_attn_implementation("scatterbrain"),
         ):
-            with pytest.raises(UserWarning, match="stays exact"):
-                switch()
+            refuses("stays exact", switch, error=UserWarning)
             before.check()
     with pytest.warns(UserWarning, match="stays exact"):
         hea.convert(model, "scatterbrain")
@@ -213,8 +213,7 @@ def test_a_refused_container_keeps_the_models_in_it(start, end, order, monkeypat
 
     monkeypatch.setattr(Snapshot, "_restore", interrupted)
     for error, words in ((Refused, "no causal form"), (KeyboardInterrupt, "")):
-        with pytest.raises(error, match=words):
-            hea.convert(container, end)
+        refuses(words, hea.convert, container, end, error=error)
         before.check()
         assert torch.equal(output(model, inputs), out)
     assert len(calls) == 3

@@ -86,19 +86,11 @@ def test_what_is_refused():
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_window_costs_what_it_is_long(is_causal):
     """No (Nq, Nk) tensor is made."""
-    query, key, value = inputs(1, 2, 5000, 4)
+    tensors = inputs(1, 2, 5000, 4)
+    options = {"is_causal": is_causal, "scale": None, "dropout_p": 0.0, "window": 40}
     with Memory() as largest:
-        exact_layer(
-            query,
-            key,
-            value,
-            torch.arange(5000)[None] < 4000,
-            is_causal=is_causal,
-            scale=None,
-            dropout_p=0.0,
-            window=40,
-        )
-    assert largest.numel <= 256 * 400 + query.numel()
+        exact_layer(*tensors, torch.arange(5000)[None] < 4000, **options)
+    assert largest.numel <= 256 * 400 + tensors[0].numel()
 
 
 @pytest.mark.filterwarnings("ignore:at 300 tokens this choice saves nothing")

@@ -17,26 +17,12 @@ import broken_methods as bad
 import hf_efficient_attn as hea
 import promises
 from attack_cases import PROMISES, attack
-from each import each_first_form, each_form
+from each import DEFAULT_FORMS, EVERY, each_first_form, each_form
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.backends import devices
 from hf_efficient_attn.ops.backends.devices import product_dtype, sum_dtype
-from instances import (
-    DEFAULTS,
-    FIRST,
-    HEADS,
-    INSTANCES,
-    KV_HEADS,
-    VARIANTS,
-    WITH_SINKS,
-    Instance,
-    forms,
-    inputs,
-    padding_mask,
-    parameters_of,
-    relative_error,
-)
+from instances import FIRST, HEADS, KV_HEADS, Instance, forms, inputs, padding_mask, parameters_of, relative_error
 from promises import outputs_that_count
 
 
@@ -47,9 +33,6 @@ def half_products(monkeypatch):
 
 
 OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
-# Of the variants Longformer, the last one, has a causal form with a bias.
-EVERY = [*forms(), *((variant, False) for variant in VARIANTS), (VARIANTS[-1], True)]
-EVERY += [(instance, is_causal) for instance in WITH_SINKS for is_causal in instance.forms]
 MATRIX = [
     pytest.param(name, i, c, id=f"{name}-{i}{'-causal' if c else ''}")
     for (name, promise), (i, c) in product(PROMISES.items(), EVERY)
@@ -57,7 +40,7 @@ MATRIX = [
 ]
 ATTACKS = []
 for number, (promise, how) in enumerate(PROMISES.items()):
-    applying = list(dict.fromkeys(i.method for i in INSTANCES if how.applies(i)))
+    applying = list(dict.fromkeys(i.method for i, _ in forms() if how.applies(i)))
     core = applying[number % len(applying)]  # another method for each promise
     ATTACKS += [
         pytest.param(promise, method, marks=[] if method == core else pytest.mark.exhaustive) for method in applying
@@ -91,7 +74,7 @@ def test_queries_of_masked_tokens_move_no_others():
 # 2. The readable form, of sequences longer than all budgets and chunks. The Performer's has (N, N, features) numbers.
 
 
-@pytest.mark.parametrize(("instance", "is_causal"), [(i, c) for i in DEFAULTS for c in i.forms], ids=str)
+@pytest.mark.parametrize(("instance", "is_causal"), DEFAULT_FORMS, ids=str)
 def test_the_fast_form_equals_the_readable_form_at_default_hyperparameters(instance, is_causal):
     promises.check_naive(instance, is_causal, num_heads=1, q_len=300 if "performer" in instance.method else 700)
 
@@ -164,7 +147,7 @@ LATE = ("approx_kmv", "auto")
 
 @pytest.mark.parametrize(
     ("instance", "is_causal"),
-    [pytest.param(i, c, marks=[pytest.mark.exhaustive] * (i.method in LATE)) for i in DEFAULTS for c in i.forms],
+    [pytest.param(i, c, marks=[pytest.mark.exhaustive] * (i.method in LATE)) for i, c in DEFAULT_FORMS],
     ids=str,
 )
 def test_memory_grows_linearly(instance, is_causal):
@@ -333,10 +316,8 @@ def test_an_overflow_in_half_precision_is_named():
 
 
 def test_a_seed_without_an_effect_and_an_error_that_stays_are_noticed():
-    with (
-        bad.broken("ignores_the_seed", random=True) as instance,
-        pytest.raises(AssertionError, match="another seed gave the same output"),
-    ):
+    message = "another seed gave the same output"
+    with bad.broken("ignores_the_seed", random=True) as instance, pytest.raises(AssertionError, match=message):
         promises.check_seeds(instance, False)
     for check in (promises.check_converges, promises.check_converges_in_expectation):
         with bad.broken("never_converges") as instance, pytest.raises(AssertionError):

@@ -84,11 +84,9 @@ class OfAnyDevice(TorchFunctionMode):
             return aten.index(view, index) if index else view
         if function is Tensor.__setitem__:
             view, index = _view(*args[:2])
-            value = (
-                args[2]
-                if isinstance(args[2], Tensor)
-                else torch.full((), args[2], dtype=view.dtype, device=view.device)
-            )
+            value = args[2]
+            if not isinstance(value, Tensor):
+                value = torch.full((), value, dtype=view.dtype, device=view.device)
             return aten.index_put_(view, index, value) if index else aten.copy_(view, value)
         return REPLACED.get(function, function)(*args, **(kwargs or {}))
 

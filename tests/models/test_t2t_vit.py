@@ -444,10 +444,8 @@ def reference(state, pixels, num_heads, performer):
             x = mlp(x, name, "mlp.0", "mlp.2")
         else:
             q, k, v = linear(x, f"{name}.attn.qkv").chunk(3, dim=-1)
-            x = mlp(
-                v + linear(scaled_dot_product_attention(q, k, v, scale=tokens.shape[-1] ** -0.5), f"{name}.attn.proj"),
-                name,
-            )
+            mixed = scaled_dot_product_attention(q, k, v, scale=tokens.shape[-1] ** -0.5)
+            x = mlp(v + linear(mixed, f"{name}.attn.proj"), name)
         image = x.transpose(1, 2).unflatten(2, grid)
     tokens = linear(soft_split(image, 3, 2, 1)[0], "tokens_to_token.project")
     x = torch.cat((state["cls_token"].expand(len(tokens), -1, -1), tokens), dim=1) + state["pos_embed"]

@@ -20,14 +20,7 @@ from hf_efficient_attn.ops.attend import Partial, merge
 from hf_efficient_attn.ops.backends import devices
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import sums
-from hf_efficient_attn.ops.features.maps import (
-    Features,
-    elu_features,
-    elu_map,
-    favor,
-    log_weights_naive,
-    orthogonal_features,
-)
+from hf_efficient_attn.ops.features.maps import elu_features, elu_map, favor, log_weights_naive, orthogonal_features
 from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.sampled_keys.sampling import inclusion_probabilities
@@ -247,7 +240,7 @@ def test_features_are_orthogonal_and_each_is_normal():
     assert directions.mean(0).abs().max() < 0.02
 
 
-def features(name: str) -> Features:
+def features(name: str):
     return elu_map(0.7, 6) if name == "elu" else favor(20, -0.4, 6, Draws(3, CPU))
 
 

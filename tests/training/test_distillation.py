@@ -91,10 +91,8 @@ def test_losses_are_those_of_dense_matrices(family, padding, monkeypatch):
     call, config = calls[-1], make_config("linear", **HEDGEHOG)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
     torch.manual_seed(1)
-    maps = {
-        name: torch.randn(num_kv_heads, call.query.shape[-1], 16, requires_grad=True)
-        for name in ("query_map", "key_map")
-    }
+    shape = (num_kv_heads, call.query.shape[-1], 16)
+    maps = {name: torch.randn(shape, requires_grad=True) for name in ("query_map", "key_map")}
     losses = {loss: backward(call, config, maps, loss) for loss in ("output", "weights", "both")}
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, 1) for x in (call.key, call.value))
     scores = call.query @ key.mT * call.query.shape[-1] ** -0.5

@@ -19,18 +19,7 @@ from transformers import Trainer, TrainingArguments
 import hf_efficient_attn as hea
 from each import close, refuses
 from helpers import trainings
-from helpers.trainings import (
-    HEDGEHOG,
-    PLAIN,
-    batches,
-    classifier,
-    decoder,
-    losses,
-    samples,
-    switches,
-    trainer_of,
-    values,
-)
+from helpers.trainings import HEDGEHOG, PLAIN, batches, classifier, losses, samples, switches, trainer_of, values
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.training import DistillationOptions, switch
@@ -263,7 +252,7 @@ def test_only_the_encoder_of_a_translation_model_learns():
     ("sentence", "make_model", "stages"),
     [
         ("'performer' would have none", classifier, [("linear", 20), ("performer", None)]),
-        ("no causal form", decoder, [("linear", 0.5), ("nystromformer", 1.0)]),
+        ("no causal form", trainings.decoder, [("linear", 0.5), ("nystromformer", 1.0)]),
         ("no causal form", trainings.translator, hea.uptraining_preset("nmt", projection_dim=8)),
         ("PEFT saves only its adapters", trainings.lora, [("linformer", 2), ("linear", None)]),
     ],
@@ -276,7 +265,7 @@ def test_refusals_come_before_the_first_step(sentence, make_model, stages, tmp_p
 @pytest.mark.parametrize(("has_optimizer", "step"), [(True, 0), (False, 0), (False, 7)])
 def test_a_loop_without_trainer_refuses_a_later_stage_in_its_first_call(has_optimizer, step):
     """It may start with an optimizer, or resume at any step."""
-    model, schedule = decoder(), hea.UptrainingSchedule([("linear", 20), ("nystromformer", None)])
+    model, schedule = trainings.decoder(), hea.UptrainingSchedule([("linear", 20), ("nystromformer", None)])
     names = list(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), 0.1) if has_optimizer else None
     refuses("no causal form", schedule.step, model, optimizer, step)

@@ -47,11 +47,8 @@ class Killer(TrainerCallback):
     def __init__(self, point: str, patch: pytest.MonkeyPatch) -> None:
         self.where, _, at = point.partition("@")
         self.at = self.step = int(at)
-        for owner, name in (
-            (transformers.modeling_utils, "safe_save_file"),
-            (torch, "save"),
-            (TrainerState, "save_to_json"),
-        ):
+        writers = {"safe_save_file": transformers.modeling_utils, "save": torch, "save_to_json": TrainerState}
+        for name, owner in writers.items():
             patch.setattr(owner, name, self.tearing(getattr(owner, name)))
 
     def tearing(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -107,14 +104,8 @@ def train(folder, case: Case, kills: Sequence[str] = (), resume: Any = None, **o
     Returns the attention of each step of the last run, the log, and the states at the end as hashes.
     """
     make_model, stages, ends, data, usual = case
-    options = {
-        "save_steps": 2,
-        "save_total_limit": 1,
-        "warmup_steps": 3,
-        "weight_decay": 0.1,
-        **(usual or {}),
-        **options,
-    }
+    default = {"save_steps": 2, "save_total_limit": 1, "warmup_steps": 3, "weight_decay": 0.1}
+    options = {**default, **(usual or {}), **options}
     is_alone = options.pop("first_run_alone", False)  # the first run is without the callback
     for kill in (*kills, None):
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KilledError):
