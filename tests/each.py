@@ -1,5 +1,6 @@
 """What runs a test on every form, row or method of `instances.py`, comparisons, refusals, and a readable `attend`."""
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,11 @@ each_method = pytest.mark.parametrize("instance", DEFAULTS, ids=str)
 # A sample for models in the core suite: sampled keys, states, landmarks, learned tables and chunks. Tests on tensors
 # have all methods.
 FEW = ("kdeformer", "linear", "nearfar", "longformer", "linformer", "flurka_eva")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
+)
+# Where the kernels of Triton run. On the CPU that is the interpreter.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 few_methods = pytest.mark.parametrize(
     "method", [pytest.param(i.method, marks=() if i.method in FEW else pytest.mark.exhaustive) for i in DEFAULTS]
 )

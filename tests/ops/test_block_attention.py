@@ -3,7 +3,6 @@
 Without a GPU the kernels run in Triton's interpreter (see conftest.py), and without Triton those tests are skipped.
 """
 
-import importlib.util
 import math
 import warnings
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from each import close, refuses
+from each import DEVICE, close, count_moved, needs_triton, refuses
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops.attend import BlockKeys, block_attention
 from hf_efficient_attn.ops.backends import block_attention as backend
@@ -23,10 +22,6 @@ from instances import inputs, numbers, padding_mask
 from recipes.benchmarks.compile_kernels import CALLS, recorded
 from recipes.common.kernel_costs import COSTS
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
-)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
 SIZES = (45, 53, 30, 12, 17)
 # Maps the name of a form to the fields of `BlockKeys` that it has, and whether a list is causal.
@@ -282,28 +277,13 @@ def test_what_the_kernels_do_not_compute(why, monkeypatch):
 def test_costs_are_what_the_kernels_read_and_write(form, by_kernels, monkeypatch):
     from triton.runtime.interpreter import InterpreterBuilder
 
-    moved, added = [0], [0]
-    load, store, add = (
-        getattr(InterpreterBuilder, f"create_{x}") for x in ("masked_load", "masked_store", "atomic_rmw")
-    )
-
-    def bytes_of(ptrs, mask):
-        return int(mask.data.sum()) * ptrs.dtype.element_ty.primitive_bitwidth // 8
-
-    def counted_load(self, ptrs, mask, *given):
-        moved[0] += bytes_of(ptrs, mask)
-        return load(self, ptrs, mask, *given)
-
-    def counted_store(self, ptrs, value, mask, *given):
-        moved[0] += bytes_of(ptrs, mask)
-        return store(self, ptrs, value, mask, *given)
+    moved, added = count_moved(monkeypatch), [0]
+    add = InterpreterBuilder.create_atomic_rmw
 
     def counted_add(self, op, ptr, value, mask, *given):
         added[0] += int(mask.data.sum())
         return add(self, op, ptr, value, mask, *given)
 
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
     monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", counted_add)
     run, checked = launches.launch, set()
 

@@ -3,13 +3,11 @@
 They are compared with float64, and in the methods with plain operators.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
 import hf_efficient_attn as hea
-from each import count_moved
+from each import DEVICE, count_moved, needs_triton
 from hf_efficient_attn.ops.backends import launches, linear_attention, random_features
 from hf_efficient_attn.ops.backends.backend import FusedFeatures, LinearCall
 from hf_efficient_attn.ops.draws import Draws
@@ -17,80 +15,80 @@ from hf_efficient_attn.ops.features import maps
 from instances import inputs, numbers
 from recipes.common.kernel_costs import COSTS
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
-)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = needs_triton
 HALF = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """Let the kernels take the tensors of the tests. Returns the list of their launches."""
-    launched = []
-    launch = launches.launch
-
-    def record(call):
-        launched.append(call)
-        launch(call)
-
+    launched, launch = [], launches.launch
     monkeypatch.setattr(launches, "takes", lambda *tensors: True)
     monkeypatch.setattr(launches, "passes_check", lambda *_: True)
-    monkeypatch.setattr(launches, "launch", record)
+    monkeypatch.setattr(launches, "launch", lambda call: (launched.append(call), launch(call)))
     return launched
 
 
-def same(x):
-    return x
+def make(q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, name="elu", causal=False, **how):
+    """A call whose tensors have gradients. Masked keys and values are NaN.
 
-
-def tensors_of(heads, q_len, kv_len, dim, value_dim, dtype):
+    With the random features, "favor", which have the options `count` and `scale`, all keys of a head are masked.
+    """
     sizes = ((q_len, dim), (kv_len, dim), (kv_len, value_dim))
-    return (numbers(heads, *size, seed=i).to(DEVICE, dtype) for i, size in enumerate(sizes))
-
-
-def in_float64(call):
-    """The call with copies of its tensors, with 0 for NaN."""
-    clean = [x.detach().double().nan_to_num(0.0).requires_grad_() for x in call[:3]]
-    return LinearCall(*clean, *call[3:])
-
-
-def agree(found, expected, tolerance, *names):
-    for x, y, name in zip(found, expected, names, strict=False):
-        size = y.abs().amax().clamp(min=1.0)
-        assert ((x.double() - y).abs().amax() / size).item() < tolerance, name
-
-
-def make(
-    q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, causal=False, name="elu", factor=1.0, **how
-):
-    """A call whose tensors have gradients, and whose masked keys and values are NaN."""
-    query, key, value = tensors_of(3, q_len, kv_len, dim, value_dim, dtype)
+    query, key, value = (numbers(3, *size, seed=i).to(DEVICE, dtype) for i, size in enumerate(sizes))
     if name == "elu":
         query[:, ::7] -= 60.0  # features of whole queries would underflow
+    if name == "favor":
+        draws = Draws(3, torch.device(DEVICE))
+        features = maps.favor(how.pop("count", 70), how.pop("scale", 0.25), dim, draws).fused
+    else:
+        features = FusedFeatures(name, dim, how.pop("factor", 1.0), *[lambda x: x] * 2)
     mask = None
     if masked:
         mask = (numbers(3, kv_len, seed=5) > -0.5).to(DEVICE)
         mask[0, : kv_len // 2] = False
+        mask[1] &= name != "favor"
         key, value = (x.masked_fill(~mask.unsqueeze(2), torch.nan) for x in (key, value))
-    tensors = (x.requires_grad_() for x in (query, key, value))
-    return LinearCall(*tensors, mask, FusedFeatures(name, dim, factor, same, same), causal, **how)
+    return LinearCall(*(x.requires_grad_() for x in (query, key, value)), mask, features, causal, **how)
 
 
-def results(call, attend):
+def attend(call):
+    """By the kernels. Those of random features return no lse."""
+    backend = linear_attention.BACKEND if call.features.directions is None else random_features.BACKEND
+    return [x for x in backend.attend(call) if x.numel()]
+
+
+def directions_naive(call):
+    """The output in float64: the directions attend to the keys, and the queries to the directions."""
+    scale, directions = call.features.scale, call.features.directions.double()
+    query, key, value = (x.double() for x in call[:3])
+    log = directions @ key.mT - 0.5 * abs(scale) * key.square().sum(2).unsqueeze(1)  # (BH, F, Nk)
+    if call.key_mask is not None:
+        log = log.masked_fill(~call.key_mask.unsqueeze(1), -1e30)
+    logs = query @ directions.T * (1.0 if scale > 0 else -1.0) + log.logsumexp(2).unsqueeze(1)  # (BH, Nq, F)
+    out = logs.softmax(2) @ (log.softmax(2) @ value)
+    return [out if call.key_mask is None else out * call.key_mask.any(1).view(-1, 1, 1)]
+
+
+def results(call, attend=attend):
     """Out, lse and the gradients, and which queries have no keys."""
-    out, lse = attend(call)
-    empty = lse == -torch.inf
-    grads = [numbers(*x.shape, seed=7).to(x.device, x.dtype) for x in (out, lse)]
-    found = torch.autograd.grad((out, lse), call[:3], grads)
-    return out, lse.masked_fill(empty, 0.0), *found, empty
+    outs = attend(call)
+    grads = [numbers(*x.shape, seed=7).to(x) for x in outs]
+    found = torch.autograd.grad(outs, call[:3], grads)
+    return *(x.masked_fill(x == -torch.inf, 0.0) for x in outs), *found, outs[-1] == -torch.inf
 
 
 def check(call, tolerance):
-    expected = results(in_float64(call), linear_attention.linear_attention_naive)
-    found = results(call, linear_attention.BACKEND.attend)
+    is_random = call.features.directions is not None
+    assert not is_random or random_features.BACKEND.applies(call)
+    naive = directions_naive if is_random else linear_attention.linear_attention_naive
+    clean = [x.detach().double().nan_to_num(0.0).requires_grad_() for x in call[:3]]
+    found, expected = results(call), results(LinearCall(*clean, *call[3:]), naive)
     assert torch.equal(found[-1], expected[-1])
-    agree(found, expected, tolerance, "out", "lse", "query", "key", "value")
+    names = ("out", *(["lse"] * (not is_random)), "query", "key", "value")
+    for x, y, name in zip(found, expected, names, strict=False):
+        size = y.abs().amax().clamp(min=1.0)
+        assert ((x.double() - y).abs().amax() / size).item() < tolerance, name
 
 
 FORMS = [{}, {"masked": True, "factor": 1.7}, {"causal": True}, {"causal": True, "masked": True, "factor": 0.6}]
@@ -105,10 +103,18 @@ def test_outputs_lse_and_gradients(kernels, form):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", [{}, {"masked": True}, {"scale": -0.3, "masked": True}])
+def test_output_and_gradients_of_directions(kernels, form):
+    check(make(130, 300, 30, 17, name="favor", **form), 1e-5)
+
+
+FAVOR = {"name": "favor", "masked": True, "scale": 0.125, "count": 64}
+
+
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("causal", [False, True])
-def test_half_precision(kernels, causal, dtype):
-    check(make(300, 300, 20, 40, dtype, causal=causal), HALF[dtype])
+@pytest.mark.parametrize("form", [{}, {"causal": True}, FAVOR])
+def test_half_precision(kernels, form, dtype):
+    check(make(*((130, 300, 64, 64) if form is FAVOR else (300, 300, 20, 40)), dtype, **form), HALF[dtype])
 
 
 @pytest.mark.parametrize("name", maps.LEARNED)
@@ -117,9 +123,13 @@ def test_learned_features(kernels, name, causal):
     check(make(70, 70, 20, 16, masked=True, causal=causal, name=name), 1e-5)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (130, 64, 128, 128), (65, 300, 100, 3)])
-def test_sizes(kernels, sizes):
-    check(make(*sizes, torch.bfloat16), HALF[torch.bfloat16])
+SIZES = [("elu", (1, 1, 1, 1)), ("elu", (130, 64, 128, 128)), ("elu", (65, 300, 100, 3))]
+SIZES += [("favor", (1, 1, 1, 1)), ("favor", (40, 64, 128, 100)), ("favor", (65, 20, 30, 128))]
+
+
+@pytest.mark.parametrize(("name", "sizes"), SIZES)
+def test_sizes(kernels, name, sizes):
+    check(make(*sizes, torch.bfloat16, name=name), HALF[torch.bfloat16])
 
 
 def test_weights_that_underflow_have_no_output_and_no_gradient(kernels):
@@ -127,7 +137,7 @@ def test_weights_that_underflow_have_no_output_and_no_gradient(kernels):
     with torch.no_grad():
         call.key.copy_(-80.0 - call.key.abs())
         call.key[0] = 1.0
-    out, _, *grads, empty = results(call, linear_attention.BACKEND.attend)
+    out, _, *grads, empty = results(call)
     assert not empty[0].any() and empty[1:].all() and (out[1:] == 0).all()
     assert all(x.isfinite().all() and (x[1:] == 0).all() and (x[0] != 0).any() for x in grads)
 
@@ -137,7 +147,7 @@ def test_range_of_float16(kernels):
     call = make(10, 2000, 16, 16, torch.float16)
     with torch.no_grad():
         call.value.copy_(1000.0 + call.value)
-    out, lse, *grads, _ = results(call, linear_attention.BACKEND.attend)
+    out, lse, *grads, _ = results(call)
     assert all(x.isfinite().all() for x in (out, lse, *grads)) and (out.double() / 1000.0 - 1.0).abs().max() < 0.01
 
 
@@ -170,76 +180,23 @@ def test_methods_with_and_without_kernels(kernels, monkeypatch, method, options,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
-@pytest.mark.parametrize("form", [{}, {"causal": True}, None])
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"name": "favor"}])
 def test_costs_are_what_the_kernels_move(kernels, monkeypatch, form):
     moved = count_moved(monkeypatch)
-    sizes = (300, 300, 30, 17, torch.bfloat16)
-    if form is None:
-        results_of_directions(make_directions(*sizes), lambda call: random_features.BACKEND.attend(call).out)
-    else:
-        results(make(*sizes, **form), linear_attention.BACKEND.attend)
+    results(make(300, 300, 30, 17, torch.bfloat16, **form))
     assert moved[0] == sum(COSTS[x.name](x).moved for x in kernels)
 
 
-def test_the_check_on_first_use(kernels):
-    for causal in (False, True):
-        call = make(9, 9, 16, 16, causal=causal)
-        linear_attention.check_attend(call, linear_attention.BACKEND.attend, with_backward=True)
+CHECKED = [{}, {"causal": True}, {"name": "favor"}, {"name": "favor", "masked": True}]
 
 
-# Random features
+@pytest.mark.parametrize("form", CHECKED)
+def test_the_check_on_first_use(kernels, form):
+    backend = random_features if "name" in form else linear_attention
+    linear_attention.check_attend(make(9, 9, 16, 16, **form), backend.BACKEND.attend, with_backward=True)
 
 
-def make_directions(q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, count=70, scale=0.25):
-    """A call whose tensors have gradients. Masked keys and values are NaN, and all keys of a head are masked."""
-    query, key, value = tensors_of(2, q_len, kv_len, dim, value_dim, dtype)
-    mask = None
-    if masked:
-        mask = (numbers(2, kv_len, seed=5) > -0.5).to(DEVICE)
-        mask[0, : kv_len // 2] = False
-        mask[1] = False
-        key, value = (x.masked_fill(~mask.unsqueeze(2), torch.nan) for x in (key, value))
-    features = maps.favor(count, scale, dim, Draws(3, torch.device(DEVICE))).fused
-    return LinearCall(*(x.requires_grad_() for x in (query, key, value)), mask, features, is_causal=False)
-
-
-def directions_naive(call):
-    """The output in float64: the directions attend to the keys, and the queries to the directions."""
-    scale, directions = call.features.scale, call.features.directions.double()
-    query, key, value = (x.double() for x in call[:3])
-    log = directions @ key.mT - 0.5 * abs(scale) * key.square().sum(2).unsqueeze(1)  # (BH, F, Nk)
-    if call.key_mask is not None:
-        log = log.masked_fill(~call.key_mask.unsqueeze(1), -1e30)
-    logs = query @ directions.T * (1.0 if scale > 0 else -1.0) + log.logsumexp(2).unsqueeze(1)  # (BH, Nq, F)
-    out = logs.softmax(2) @ (log.softmax(2) @ value)
-    return out if call.key_mask is None else out * call.key_mask.any(1).view(-1, 1, 1)
-
-
-def results_of_directions(call, attend):
-    out = attend(call)
-    return out, *torch.autograd.grad(out, call[:3], numbers(*out.shape, seed=7).to(out))
-
-
-def check_directions(call, tolerance):
-    assert random_features.BACKEND.applies(call)
-    expected = results_of_directions(in_float64(call), directions_naive)
-    found = results_of_directions(call, lambda call: random_features.BACKEND.attend(call).out)
-    agree(found, expected, tolerance, "out", "query", "key", "value")
-
-
-@pytest.mark.parametrize("form", [{}, {"masked": True}, {"scale": -0.3, "masked": True}])
-def test_output_and_gradients_of_directions(kernels, form):
-    check_directions(make_directions(130, 300, 30, 17, **form), 1e-5)
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_of_directions(kernels, dtype):
-    check_directions(make_directions(130, 300, 64, 64, dtype, masked=True, scale=0.125, count=64), HALF[dtype])
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (40, 64, 128, 100), (65, 20, 30, 128)])
-def test_sizes_of_directions(kernels, sizes):
-    check_directions(make_directions(*sizes, torch.bfloat16), HALF[torch.bfloat16])
+# Random features alone.
 
 
 def test_directions_are_not_rounded(kernels):
@@ -247,7 +204,7 @@ def test_directions_are_not_rounded(kernels):
     features = maps.favor(128, 0.125, 64, Draws(3, torch.device(DEVICE))).fused
     tensors = (numbers(2, 200, 64, seed=i).to(DEVICE, torch.float16) for i in range(3))
     call = LinearCall(*tensors, None, features, is_causal=False)
-    expected = directions_naive(call)
+    (expected,) = directions_naive(call)
     errors = []
     for directions in (features.directions, features.directions.half().double()):
         changed = call._replace(features=features._replace(directions=directions))
@@ -259,24 +216,18 @@ def test_directions_are_not_rounded(kernels):
 @pytest.mark.parametrize("size", [60.0, -60.0])
 def test_logs_beyond_the_range_of_float32(kernels, size):
     """Keys and queries whose features would overflow, or underflow for all keys."""
-    call = make_directions(40, 50, 16, 16, scale=1.0)
+    call = make(40, 50, 16, 16, name="favor", scale=1.0)
     with torch.no_grad():
         call.key.mul_(abs(size))
         call.query.mul_(size)
-    check_directions(call, 1e-3)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_check_on_first_use_of_directions(kernels, masked):
-    call = make_directions(9, 9, 16, 16, masked=masked)
-    linear_attention.check_attend(call, random_features.BACKEND.attend, with_backward=True)
+    check(call, 1e-3)
 
 
 def test_calls_that_the_kernels_leave_to_others_of_directions(kernels, monkeypatch):
-    call = make_directions(9, 9, 16, 16)
+    call = make(9, 9, 16, 16, name="favor")
     assert random_features.BACKEND.applies(call)
     assert not random_features.BACKEND.applies(call._replace(is_causal=True))
-    assert not random_features.BACKEND.applies(make_directions(9, 9, 129, 16))
+    assert not random_features.BACKEND.applies(make(9, 9, 129, 16, name="favor"))
     monkeypatch.undo()
     monkeypatch.setenv("HEA_KERNELS", "plain")
     assert not random_features.BACKEND.applies(call)
