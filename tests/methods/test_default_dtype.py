@@ -3,16 +3,15 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attack_cases import PROMISES, attack
 from each import each_form
+from helpers.operators import Operators
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.methods._shared import registry
 from hf_efficient_attn.ops import index
@@ -27,20 +26,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-class Results(TorchDispatchMode):
-    """Records the operators that return a tensor of a dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype, self.operators = dtype, list[str]()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        if any(isinstance(x, Tensor) and x.dtype == self.dtype for x in tree_leaves(result)):
-            self.operators.append(str(operator))
-        return result
 
 
 def results(instance: Instance, is_causal: bool) -> list[Tensor]:
@@ -61,14 +46,19 @@ def results(instance: Instance, is_causal: bool) -> list[Tensor]:
 @each_form
 def test_no_tensor_has_the_default_dtype(instance, is_causal, monkeypatch):
     monkeypatch.setattr(index, "_results", OrderedDict())
-    expected = results(instance, is_causal)
+    expected, dtypes = results(instance, is_causal), set()
+
+    def see(operator, arguments, result):
+        dtypes.update(x.dtype for x in tree_leaves(result) if isinstance(x, Tensor))
+
     for dtype in (torch.float64, torch.bfloat16):  # float16 is one more half precision
         monkeypatch.setattr(index, "_results", OrderedDict())
-        with default_dtype(dtype), Results(dtype) as recorded:
+        dtypes.clear()
+        with default_dtype(dtype), Operators(see):
             found = results(instance, is_causal)
         assert all(torch.equal(ours, other) for ours, other in zip(found, expected, strict=True)), dtype
         # Some sums have float64 in any case.
-        assert not recorded.operators or dtype == torch.float64
+        assert dtype not in dtypes or dtype == torch.float64
 
 
 @pytest.mark.parametrize("instance", [i for i in INSTANCES + VARIANTS if learns(i.config())], ids=str)

@@ -7,20 +7,17 @@ from itertools import product
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from each import close, differs, refuses
+from helpers.operators import Operators
 from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
 from instances import inputs, numbers, padding_mask
 from tiny_models import ENCODERS, IMAGES, output, tiny_batch, tiny_model
 
-KERNELS = {
-    "flurka_linear": {},
-    "flurka_performer": {"num_features": 24},
-    "flurka_eva": {"window_size": 3, "num_landmarks": 5},
-}
+KERNELS = {"flurka_linear": {}, "flurka_performer": {"num_features": 24}}
+KERNELS["flurka_eva"] = {"window_size": 3, "num_landmarks": 5}
 each_method = pytest.mark.parametrize("method", KERNELS)
 # What holds for any attention to projected keys and values.
 each_projection = pytest.mark.parametrize("method", [*KERNELS, "linformer"])
@@ -216,30 +213,22 @@ def test_models_contract_before_the_projections(family, method, padding):
         assert torch.equal(*(at_valid_tokens(x, output(model, x)) for x in (inputs, other)))
 
 
-class ProductsWithVectors(TorchDispatchMode):
-    """Collects the memory of what is multiplied with a vector."""
-
-    def __init__(self):
-        super().__init__()
-        self.memory = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.mv) and (
-            args[0].shape[-2] == 1 or args[1].shape[-1] == 1
-        ):
-            self.memory.update(x.untyped_storage().data_ptr() for x in args)
-        return func(*args, **(kwargs or {}))
-
-
 @each_method
 def test_rounding_does_not_depend_on_where_tables_lie(method):
     """A loaded table begins anywhere in a file, and some libraries round a product with a vector by that."""
     model = converted("bert", method)
+    products = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.mv)
+    memory = set()  # of what is multiplied with a vector
+
+    def see(operator, args, _):
+        if operator.overloadpacket in products and (args[0].shape[-2] == 1 or args[1].shape[-1] == 1):
+            memory.update(x.untyped_storage().data_ptr() for x in args)
+
     tables = {x.untyped_storage().data_ptr() for name, x in model.named_parameters() if "_projection" in name}
     for batch, length in ((2, 70), (1, 96)):
-        with ProductsWithVectors() as products:
+        with Operators(see):
             output(model, tiny_batch("bert", batch, length))
-        assert products.memory.isdisjoint(tables)
+        assert memory.isdisjoint(tables)
 
 
 @each_method

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from each import attend_naive, close
+from helpers.operators import Operators
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.attend import attend
@@ -23,25 +23,6 @@ BIASES = {
 }  # fmt: skip
 
 
-class DtypesOfCalls(TorchDispatchMode):
-    """Records the dtypes of query, key and value of every call of a fused kernel, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[set[torch.dtype]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "scaled_dot_product" in str(func):
-            first = 1 if "backward" in str(func) else 0
-            self.dtypes.append({x.dtype for x in args[first : first + 3]})
-        return func(*args, **(kwargs or {}))
-
-
-def windows(x: Tensor) -> Tensor:
-    """Overlapping views (BH, 4, 33, D) of (BH, 42, D)."""
-    return x.unfold(1, 33, 3).mT
-
-
 def check(keys: str, bias: str, dims: tuple[int, int], with_lse: bool, dtype: torch.dtype, tolerance: float) -> None:
     shape = {"own": (3, 4, 33), "shared": (3, 1, 33), "overlapping": (3, 42)}[keys]
     leaves = [numbers(3, 4, 7, dims[0]), numbers(*shape, dims[0], seed=1), numbers(*shape, dims[1], seed=2)]
@@ -54,7 +35,8 @@ def check(keys: str, bias: str, dims: tuple[int, int], with_lse: bool, dtype: to
         given = [x.to(kind) for x in leaves]
         given[3:] = [x.to(torch.promote_types(kind, torch.float32)) for x in given[3:]]
         given = [x.requires_grad_() for x in given]
-        query, key, value = given[0], *(windows(x) if keys == "overlapping" else x for x in given[1:3])
+        # Of (BH, 42, D) overlapping views (BH, 4, 33, D).
+        query, key, value = given[0], *(x.unfold(1, 33, 3).mT if keys == "overlapping" else x for x in given[1:3])
         part = form(query, key, value, *given[3:], scale=0.3)
         loss = (part.out * grad_out.to(kind)).sum() + with_lse * (part.lse * grad_lse.to(kind)).sum()
         found.append([*part, *torch.autograd.grad(loss, given)])
@@ -158,15 +140,21 @@ def test_the_kernels_of_cuda_accept_the_arguments(blocks, bias, dtype):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_keys_and_values_may_have_other_dtypes_than_queries(device):
     """The kernels take one dtype. The output has the dtype of the values, and a gradient that of its tensor."""
+    of_calls: list[set[torch.dtype]] = []  # of query, key and value, forward and backward
+
+    def see(operator, arguments, _):
+        if "scaled_dot_product" in str(operator):
+            of_calls.append({x.dtype for x in arguments["backward" in str(operator) :][:3]})
+
     for dtypes in itertools.permutations((torch.float32, torch.bfloat16, torch.float16)):
-        given = [
-            x.to(device, t) for x, t in zip((numbers(3, 4, 7, 8), *[numbers(3, 4, 9, 8)] * 2), dtypes, strict=True)
-        ]
+        tensors = numbers(3, 4, 7, 8), *[numbers(3, 4, 9, 8)] * 2
+        given = [x.to(device, t) for x, t in zip(tensors, dtypes, strict=True)]
         given = [x.requires_grad_() for x in given]
-        with DtypesOfCalls() as calls:
+        of_calls.clear()
+        with Operators(see):
             out, lse = attend(*given, scale=0.4)
             grads = torch.autograd.grad(out.sum() + lse.sum(), given)
-        assert len(calls.dtypes) == 2 and {len(x) for x in calls.dtypes} == {1}
+        assert len(of_calls) == 2 and {len(x) for x in of_calls} == {1}
         assert (out.dtype, lse.dtype, *(x.dtype for x in grads)) == (dtypes[2], torch.float32, *dtypes)
 
 
