@@ -371,11 +371,8 @@ def inputs(
     generator = torch.Generator().manual_seed(seed)
     kv_len = q_len if kv_len is None else kv_len
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    shapes = (
-        (batch, num_heads, q_len, head_dim),
-        (batch, num_kv_heads, kv_len, head_dim),
-        (batch, num_kv_heads, kv_len, head_dim if value_dim is None else value_dim),
-    )
+    of_keys, value_dim = (batch, num_kv_heads, kv_len), head_dim if value_dim is None else value_dim
+    shapes = ((batch, num_heads, q_len, head_dim), (*of_keys, head_dim), (*of_keys, value_dim))
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
     if content != "normal":
         tensors = CONTENTS[content](*tensors, generator)
@@ -452,13 +449,10 @@ HEADS, KV_HEADS = 4, 2
 
 def parameters_of(config: Any, value: Tensor, num_kv_heads: int = KV_HEADS) -> dict[str, Tensor]:
     """Learned parameters by name, which differ between the heads: initial values plus noise."""
-    sizes = {"head_dim": 8, "value_dim": 8, "max_length": value.shape[2]}
-    start = registry.get_method(config.method).initial_parameters(
-        config, num_heads=HEADS, num_kv_heads=num_kv_heads, **sizes
-    )
-    return {
-        k: x + 0.3 * numbers(*x.shape, seed=3, dtype=x.dtype) * x.abs().mean().clamp(min=0.1) for k, x in start.items()
-    }
+    sizes = {"num_heads": HEADS, "num_kv_heads": num_kv_heads, "head_dim": 8, "value_dim": 8}
+    start = registry.get_method(config.method).initial_parameters(config, **sizes, max_length=value.shape[2])
+    noise = {name: 0.3 * numbers(*x.shape, seed=3, dtype=x.dtype) for name, x in start.items()}
+    return {name: x + noise[name] * x.abs().mean().clamp(min=0.1) for name, x in start.items()}
 
 
 def relative_error(approximate: Tensor, exact: Tensor) -> float:

@@ -69,10 +69,8 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> list[Block]:
     pattern = r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?"
-    return [
-        Block(match[1], match[2], text[: match.start()].count("\n") + 2, match[3])
-        for match in re.finditer(pattern, text, re.M | re.S)
-    ]
+    found = re.finditer(pattern, text, re.M | re.S)
+    return [Block(match[1], match[2], text[: match.start()].count("\n") + 2, match[3]) for match in found]
 
 
 def commands_of(block: Block) -> list[str]:
@@ -177,11 +175,8 @@ def save_models(*models: tuple[str, str, dict]) -> None:
 def test_code_of_readme_runs(tmp_path, monkeypatch):
     """With tiny models in folders that have the names of the models on the Hub."""
     monkeypatch.chdir(tmp_path)
-    save_models(
-        ("bert-base-uncased", "bert", {"num_hidden_layers": 6}),
-        ("google/vit-base-patch16-224", "vit", {}),
-        ("gpt2", "gpt2", {}),
-    )
+    vit = ("google/vit-base-patch16-224", "vit", {})
+    save_models(("bert-base-uncased", "bert", {"num_hidden_layers": 6}), vit, ("gpt2", "gpt2", {}))
     batches = [torch.randint(5, 50, (1, 300))]
     query, key, value = torch.randn(3, 1, 2, 700, 16)
     names = {"batches": batches, "query": query, "key": key, "value": value}

@@ -92,9 +92,8 @@ def test_public_and_unknown_names():
 
 def test_what_users_and_saved_files_depend_on_has_not_changed():
     gone = set(surface.FILE.read_text(encoding="utf-8").splitlines()) - set(surface.surface().splitlines())
-    assert not gone, (
-        "if this is meant, run `python tests/surface.py`, and say in the changelog what users have to change"
-    )
+    message = "if this is meant, run `python tests/surface.py`, and say in the changelog what users have to change"
+    assert not gone, message
 
 
 # A method consists of its module, its rows in `tests/instances.py`, and its row in README's table. The tests below
@@ -226,9 +225,8 @@ def test_the_core_has_each_value_once_and_core_and_rest_are_all(pytester, monkey
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makepyfile(MODULE)
-    pytester.makeini(
-        "[pytest]\naddopts = -m 'not slow'\nmarkers =\n    slow: of minutes\n    exhaustive: not in the core"
-    )
+    marks = "markers =\n    slow: of minutes\n    exhaustive: not in the core"
+    pytester.makeini(f"[pytest]\naddopts = -m 'not slow'\n{marks}")
 
     def collect(suite: str) -> list[str]:
         """The ids of the tests without the file."""
@@ -239,9 +237,8 @@ def test_the_core_has_each_value_once_and_core_and_rest_are_all(pytester, monkey
     assert sorted(core + rest) == sorted(collect("all")) and not set(core) & set(rest)
     assert len(core + rest) == 1 + 4 + 9 + 6 + len(INSTANCES)
     # {test: its parameters in the core suite}
-    cases = {
-        kind: [name.partition("[")[2] for name in core if kind in name] for kind in ("fixture", "product", "skipped")
-    }
+    kinds = ("fixture", "product", "skipped")
+    cases = {kind: [name.partition("[")[2] for name in core if kind in name] for kind in kinds}
     assert [len(found) for found in cases.values()] == [2, 3, 3] and not {"test_long", "test_slow"} & set(core)
     assert all(any(value in x for x in cases["product"]) for value in ("1", "2", "3", "p-False", "p-True", "q-False"))
     # A case that is skipped is taken only for a value that no other case has.

@@ -124,19 +124,14 @@ def test_the_command_names_the_file_that_was_written(flat, tmp_path, figures, ca
 def test_one_choice_saves_the_most():
     errors = {("longformer", 9): (0.05, 0.5, 0.5), ("kdeformer", 16): (0.05, 0.06, 0.5)}  # of the layers
     candidates = [calibration.Candidate(columns, make_config(label).with_budget(columns)) for label, columns in errors]
-    table = {
-        (layer, candidate): {(0, 0): error, (0, 1): error}
-        for candidate, layers in zip(candidates, errors.values(), strict=True)
-        for layer, error in enumerate(layers)
-    }
+    rows = zip(candidates, errors.values(), strict=True)
+    table = {(layer, one): {(0, 0): x, (0, 1): x} for one, layers in rows for layer, x in enumerate(layers)}
 
     def columns(chosen):
         return {layer: one.candidate.columns for layer, one in chosen.items()}
 
     def taken(exact):
-        return {
-            (layer, one): exact if one is None else one.columns for layer in range(3) for one in (*candidates, None)
-        }
+        return {(layer, one): one.columns if one else exact for layer in range(3) for one in (*candidates, None)}
 
     accepted = choices.accept(table, candidates, 0.1, 0.25)
     assert columns(choices.choose_one(accepted, taken(100))) == {0: 16, 1: 16}
@@ -153,9 +148,8 @@ def test_one_choice_saves_the_most():
 
 def test_both_recommendations_keep_one_limit(made, text, capsys):
     arguments = ["analyze", made("bert"), "--data", text, "--length", 60, "--rows", 2, "--budgets", "16,32"]
-    one, each = (
-        run_json(capsys, *arguments, option, "0.6")["recommended"] for option in ("--max-error", "--calibrate")
-    )
+    options = ("--max-error", "--calibrate")
+    one, each = (run_json(capsys, *arguments, option, "0.6")["recommended"] for option in options)
     for found in (one, each):
         assert found["layers"] and all(entry["error"] <= entry["bound"] <= 0.6 for entry in found["layers"])
     assert len({(entry["method"], entry["columns"]) for entry in one["layers"]}) == 1

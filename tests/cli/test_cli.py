@@ -99,10 +99,8 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
 
 
 def test_parse_methods():
-    configs = cli.parse_methods(
-        ["kdeformer,performer:num_features=64", "kdeformer:near_field=window:num_hashes=4"],
-        ["kdeformer.block_size=32", "seed=3"],
-    )
+    methods = ["kdeformer,performer:num_features=64", "kdeformer:near_field=window:num_hashes=4"]
+    configs = cli.parse_methods(methods, ["kdeformer.block_size=32", "seed=3"])
     assert configs == {
         "kdeformer (block_size=32, seed=3)": hea.KDEformerConfig(block_size=32, seed=3),
         "performer (num_features=64, seed=3)": hea.PerformerConfig(num_features=64, seed=3),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.commands import command, interrupt, read, refused, run_json, same, shown, tensors, tree
+from helpers.learned import shake
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
@@ -258,11 +259,7 @@ def test_a_file_can_give_the_methods_of_the_layers(source, tmp_path, capsys):
 
 def test_from_one_method_to_another(source, tmp_path, capsys):
     convert_saved_model(source, tmp_path / "a", "linformer", hyperparameters={"projection_dim": 8, "share": "none"})
-    model = load_model(open_checkpoint(tmp_path / "a"))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "learned" in name:
-                parameter.normal_()
+    model = shake(load_model(open_checkpoint(tmp_path / "a")))
     with quiet():
         model.save_pretrained(tmp_path / "a")
     trained = {name: tensor for name, tensor in tensors(tmp_path / "a").items() if "learned" in name}

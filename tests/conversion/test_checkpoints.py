@@ -215,11 +215,8 @@ def sentence_model(folder, family="bert", **files):
     with quiet():
         tiny_model(family).save_pretrained(folder)
         converted.tiny_tokenizer().save_pretrained(folder)
-    contents = {
-        "modules.json": MODULES,
-        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 32},
-        **files,
-    }
+    pooling = {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 32}
+    contents = {"modules.json": MODULES, "1_Pooling/config.json": pooling, **files}
     for name, values in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(values))
@@ -270,9 +267,7 @@ def test_limits_that_are_not_set_or_larger(tmp_path):
 
 def test_without_max_length_a_limit_below_the_positions_is_noted(tmp_path):
     source = sentence_model(tmp_path / "source", **{NAME: {"max_seq_length": 64}})
-    note = (
-        "texts are truncated at 64 tokens (max_seq_length in sentence_bert_config.json), although the model takes 128"
-    )
+    note = f"texts are truncated at 64 tokens (max_seq_length in {NAME}), although the model takes 128"
     first = convert_saved_model(source, tmp_path / "first", "linear")
     assert any(note in text and "--max-length 128" in text for text in first["notes"]) and first["limits"] == []
     assert read(tmp_path / "first", NAME) == {"max_seq_length": 64}

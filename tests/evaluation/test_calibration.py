@@ -19,6 +19,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from helpers.commands import _quick, interrupt  # noqa: F401
 from helpers.encoder_decoders import inputs_of, tiny
+from helpers.learned import shake
 from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, defaults, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.methods import make_config
@@ -85,9 +86,8 @@ def test_candidates_are_budgets_variants_and_the_methods_as_they_are():
     summary = capture.summarize_attention(tiny_model("bert"), tiny_batch("bert"))._replace(max_kv_len=1500)
 
     def configs(*methods, **options):
-        return [
-            one.config for one in defaults.make_candidates(methods, summary=summary, **{"budgets": None, **options})
-        ]
+        options = {"summary": summary, "budgets": None, **options}
+        return [one.config for one in defaults.make_candidates(methods, **options)]
 
     nearfar = configs("nearfar")
     assert make_config("nearfar") in nearfar and len(set(nearfar)) == len(nearfar) == 3 * 6
@@ -150,10 +150,7 @@ def test_the_model_is_unchanged(family, ending, monkeypatch):
     is_learned, family = family == "flurka", "bert" if family == "flurka" else family
     model, data = tiny_model(family).train(), batches(family, 2)
     if is_learned:
-        hea.convert(model, "flurka_linear", projection_dim=8)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.add_(1.0 if "learned_parameters" in name else 0.0)
+        shake(hea.convert(model, "flurka_linear", projection_dim=8))
     next(module for module in model.modules() if not list(module.children())).eval()
 
     def facts():
@@ -333,9 +330,8 @@ def test_calibrate_warns_if_nothing_is_saved(ratio, low, high, message, monkeypa
 
 def test_the_speed_is_that_of_the_chosen_layers(monkeypatch):
     called, compute = set(), capture.Call.compute
-    monkeypatch.setattr(
-        capture.Call, "compute", lambda *given: called.add((given[0].layer, given[1])) or compute(*given)
-    )
+    spy = lambda call, config, *rest: called.add((call.layer, config)) or compute(call, config, *rest)  # noqa: E731
+    monkeypatch.setattr(capture.Call, "compute", spy)
     second = hea.EfficientAttentionConfig("longformer", {"window_size": 3}, [1], 70)
     assert calibration.measure_speed(tiny_model("bert"), tiny_batch("bert"), second).ratio > 0
     assert called == {(1, hea.LongformerConfig(window_size=3))}

@@ -32,9 +32,8 @@ def dense_errors(model, batch, name):
         out, _ = ours(module, query, key, value, mask, **rest)
         mask = read_mask(name, mask).keys
         causal = bool(getattr(module, "is_causal", True))
-        exact = hea.analysis.exact_output(
-            query, key, value, attention_mask=mask, is_causal=causal, scale=rest.get("scaling")
-        )
+        options = {"attention_mask": mask, "is_causal": causal, "scale": rest.get("scaling")}
+        exact = hea.analysis.exact_output(query, key, value, **options)
         given = out.transpose(1, 2).double()
         if mask is not None:
             given, exact = (x.masked_fill(~mask[:, None, :, None], 0.0) for x in (given, exact))

@@ -10,11 +10,6 @@ def letters(text):
     return [ord(letter) for letter in text]
 
 
-def inputs_of(texts, length, rows):
-    tokens = "".join(map(chr, tokens_of(texts, letters, length, rows).tolist()))
-    return [tokens[start : start + length] for start in range(0, len(tokens), length)][:rows]
-
-
 @pytest.mark.parametrize(
     ("texts", "length", "rows", "expected"),
     [
@@ -26,7 +21,8 @@ def inputs_of(texts, length, rows):
     ],
 )
 def test_inputs_come_from_all_texts_in_turn(texts, length, rows, expected):
-    assert inputs_of(texts, length, rows) == expected
+    tokens = "".join(map(chr, tokens_of(texts, letters, length, rows).tolist()))
+    assert [tokens[start : start + length] for start in range(0, len(tokens), length)][:rows] == expected
 
 
 def test_no_more_is_tokenized_than_needed():

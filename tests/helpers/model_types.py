@@ -38,20 +38,13 @@ SAMPLE = {
     "Tapas": TEXT, "Lilt": TEXT, "Bloom": DECODER,
 }  # fmt: skip
 BIAS = "relative positions"
-REFUSALS = {
-    "T5": f"{BIAS}|does not compute its attention through",
-    "MPNet": BIAS,
-    "Bloom": BIAS,
-    "ConvBert": "does not compute its attention through",
-}
+NO_INTERFACE = "does not compute its attention through"
+REFUSALS = {"T5": f"{BIAS}|{NO_INTERFACE}", "MPNet": BIAS, "Bloom": BIAS, "ConvBert": NO_INTERFACE}
 # Methods that add the bias. T5 does not ask Transformers' interface in all versions.
 WORKS_AFTER_ALL = {("T5", "longformer")} if uses_interface(T5Attention) else set()
 WORKS_AFTER_ALL |= {("MPNet", method) for method in ("kdeformer", "nearfar", "longformer")} | {("Bloom", "longformer")}
-HEADS = {
-    DECODER: ("ForCausalLM", "LMHeadModel"),
-    PAIR: ("ForConditionalGeneration", "MTModel"),
-    MEL: ("ForConditionalGeneration",),
-}
+HEADS = {DECODER: ("ForCausalLM", "LMHeadModel"), MEL: ("ForConditionalGeneration",)}
+HEADS[PAIR] = (*HEADS[MEL], "MTModel")
 
 
 def sizes(config_class: type, **changes) -> dict:

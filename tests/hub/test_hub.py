@@ -501,9 +501,8 @@ def test_the_card_that_is_shown_is_the_one_that_is_sent(measured, options, folde
     assert ("Card: no complete measurements" in shown(capsys, *line, "--yes").out) == (not measured)
     sent = online.repositories[REPOSITORY].files
     assert sent["README.md"].decode() == card
-    assert {name: len(content) for name, content in sent.items()} == {
-        entry["path"]: entry["bytes"] for entry in plan["files"]
-    }
+    sizes = {entry["path"]: entry["bytes"] for entry in plan["files"]}
+    assert {name: len(content) for name, content in sent.items()} == sizes
 
 
 def test_the_file_of_a_method_is_missed(folder, monkeypatch):

@@ -246,10 +246,8 @@ def test_layers_with_a_state(family, name, tmp_path):
 def test_the_cache_of_a_model_of_several_parts_is_that_of_its_decoder(make):
     """Also if a part is an encoder of texts, with a config of its own."""
     model = make()
-    for method, kind, layer in (
-        ("linear", transformers.DynamicCache, StateLayer),
-        (NEARFAR, hea.NearFarCache, NearFarLayer),
-    ):
+    kinds = (("linear", transformers.DynamicCache, StateLayer), (NEARFAR, hea.NearFarCache, NearFarLayer))
+    for method, kind, layer in kinds:
         hea.convert(model.decoder, method)
         assert [type(x) for x in kind(config=model.config).layers] == [layer] * 2
 
@@ -561,9 +559,8 @@ def add_keys_naive(
 def test_merging_is_that_of_the_readable_form(length):
     _, key, value = (x[0] for x in inputs(1, 3, 90, 8, value_dim=5, dtype=torch.float64))
     key = key * length
-    first = add_keys(
-        empty_coreset(key, value, 16), key[:, :50], value[:, :50], scale=0.3, draws=Draws(0, key.device), batch=1
-    )
+    first = empty_coreset(key, value, 16)
+    first = add_keys(first, key[:, :50], value[:, :50], scale=0.3, draws=Draws(0, key.device), batch=1)
     mask = (torch.arange(40) % 5 > 0).expand(3, -1)
     both = add_keys(first, key[:, 50:], value[:, 50:], mask, scale=0.3, draws=Draws(1, key.device), batch=1)
     for head in range(3):

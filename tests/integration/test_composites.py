@@ -93,13 +93,9 @@ def test_what_is_converted_is_saved_and_loaded(names, choice, tmp_path, calls):
     made = type(model)(transformers.AutoConfig.from_pretrained(folder)).eval()
     made.load_state_dict(model.state_dict())
     assert torch.equal(output(made, inputs), ours)
-    assert torch.equal(output(hea.convert(model, "sdpa"), inputs), output(load_exact(names, weights), inputs))
-
-
-def load_exact(names: str, weights: dict):
-    model = pair(names)
-    model.load_state_dict(weights)
-    return hea.convert(model, "sdpa")
+    exact = hea.convert(pair(names), "sdpa")
+    exact.load_state_dict(weights)
+    assert torch.equal(output(hea.convert(model, "sdpa"), inputs), output(exact, inputs))
 
 
 def test_the_command_converts_the_encoder(tmp_path):

@@ -56,9 +56,8 @@ BIASED = {
     "hyperattention": hea.HyperAttentionConfig(block_size=12, num_samples=12),
     "scatterbrain": hea.ScatterbrainConfig(block_size=12, num_features=32),
 }
-one_of_each = pytest.mark.parametrize(
-    "config", [x for name, x in BIASED.items() if " " not in name], ids=lambda x: x.method
-)
+CONFIGS = [config for name, config in BIASED.items() if " " not in name]
+one_of_each = pytest.mark.parametrize("config", CONFIGS, ids=lambda x: x.method)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -66,10 +66,6 @@ def own_tokens():
     return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
 
 
-def logits_of(output):
-    return output.logits if hasattr(output, "logits") else output.last_hidden_state
-
-
 def compare(whole, divided, padding, own, is_summed=lambda name: True, share=1.0):
     """The largest difference of the outputs for valid tokens, and of the gradients of the parameters.
 
@@ -77,7 +73,7 @@ def compare(whole, divided, padding, own, is_summed=lambda name: True, share=1.0
     `is_summed` says so; the whole model's loss is multiplied by `share`.
     """
     ids, mask = batch(padding)
-    wanted, found = (logits_of(model(ids[x], attention_mask=mask[x])) for model, x in ((whole, ()), (divided, own)))
+    wanted, found = (model(ids[x], attention_mask=mask[x])[0] for model, x in ((whole, ()), (divided, own)))
     weight = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(4)).double() * mask[:, :, None]
     (wanted * weight).sum().mul(share).backward()
     (found * weight[own]).sum().backward()

@@ -103,11 +103,8 @@ FIRST, SECOND = ([f"encoder.layers.{i}.self_attn", f"decoder.layers.{i}.encoder_
 )
 @pytest.mark.parametrize("head", [True, False])
 def test_what_names_and_numbers_select(layers, expected, head):
-    for convert in (
-        lambda model: hea.convert(model, "scatterbrain", layers=layers),
-        lambda model: hea.convert(model, {"method": "scatterbrain", "layers": layers}),
-    ):
-        used = in_use(convert(tiny("bart") if head else tiny("bart").model))
+    for method, more in (("scatterbrain", {"layers": layers}), ({"method": "scatterbrain", "layers": layers}, {})):
+        used = in_use(hea.convert(tiny("bart") if head else tiny("bart").model, method, **more))
         assert sorted(name for name, method in used.items() if method) == sorted(expected)
 
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, QuantizedLay
 
 import hf_efficient_attn as hea
 from each import few_methods, refuses
+from helpers.encoder_decoders import tiny
 from helpers.windowed_models import converted, exact_model
 from hf_efficient_attn.integration.cache import StateLayer, cache_argument
 from tiny_models import DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
@@ -76,10 +77,8 @@ def rows_of(title: str) -> list[list[str]]:
 
 
 TABLE = {row[0]: dict(zip(KINDS, row[1:], strict=True)) for row in rows_of(f"| way | {' | '.join(KINDS)} |")}
-SENTENCES = {
-    way: re.escape(sentence).replace("<name>", r"\w+").replace("<n>", r"\d+")
-    for way, sentence in rows_of("| way | sentence |")
-}
+ESCAPED = {way: re.escape(sentence) for way, sentence in rows_of("| way | sentence |")}
+SENTENCES = {way: text.replace("<name>", r"\w+").replace("<n>", r"\d+") for way, text in ESCAPED.items()}
 
 
 def new_cache(model, kind: str):
@@ -102,9 +101,8 @@ def plain_loop(model, inputs, new: torch.Tensor, cuts, kind: str) -> torch.Tenso
     ids, prompt = torch.cat((inputs["input_ids"], new), 1)[:, :-1], inputs["input_ids"].shape[1]
     mask = torch.ones_like(ids)
     mask[:, :prompt] = inputs.get("attention_mask", mask[:, :prompt])
-    return decode(model, ids, [*cuts, *range(cuts[-1] + 1, ids.shape[1])], new_cache(model, kind), mask)[
-        :, prompt - 1 :
-    ]
+    cuts = [*cuts, *range(cuts[-1] + 1, ids.shape[1])]
+    return decode(model, ids, cuts, new_cache(model, kind), mask)[:, prompt - 1 :]
 
 
 def without_end(logits: torch.Tensor) -> torch.Tensor:
@@ -325,11 +323,7 @@ def test_ways(family, case):
 
 def test_timestamps_of_tokens_leave_the_model_converted(tmp_path):
     """For these Whisper's `generate` writes "eager" into the config."""
-    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-             "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8}  # fmt: skip
-    tokens = {"vocab_size": 100, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 4}
-    positions = {"max_source_positions": 100, "max_target_positions": 64}
-    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **tokens, **positions))
+    model = tiny("whisper", vocab_size=100, decoder_start_token_id=4)
     values = {"alignment_heads": [[1, 0]], "no_timestamps_token_id": 90, "is_multilingual": False, "max_new_tokens": 6}
     for name, value in values.items():
         setattr(model.generation_config, name, value)

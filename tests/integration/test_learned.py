@@ -134,9 +134,8 @@ def test_adapters_have_the_parameters_that_are_trained(tmp_path):
     model.save_pretrained(tmp_path)
     load = peft.PeftModel.from_pretrained
     assert torch.equal(output(load(hea.convert(tiny_model("bert"), **choice), tmp_path).eval(), inputs), ours)
-    refuses(
-        "^the adapter has learned parameters of attention, and BertModel has none", load, tiny_model("bert"), tmp_path
-    )
+    words = "^the adapter has learned parameters of attention, and BertModel has none"
+    refuses(words, load, tiny_model("bert"), tmp_path)
     hea.convert(model.unload(), "linformer")
 
 
@@ -269,10 +268,8 @@ def test_the_log_weight_decides_between_the_fields(feature_map, is_causal):
         return hea.attention(config, query, key, value, is_causal=is_causal, parameters=parameters, **options)
 
     window, both = attend(hea.LongformerConfig(window_size=6), *tensors, None), attend(method, *tensors)
-    nothing, everything = (
-        attend(method, *tensors, {**learned, "far_log_weight": torch.full((2,), x, dtype=torch.float64)})
-        for x in (-1e4, 1e4)
-    )
+    weights = (torch.full((2,), x, dtype=torch.float64) for x in (-1e4, 1e4))
+    nothing, everything = (attend(method, *tensors, {**learned, "far_log_weight": x}) for x in weights)
     torch.testing.assert_close(nothing, window)
     if is_causal:
         # The first queries have no key outside of the window. The last: the features of the keys before its window.

@@ -13,10 +13,8 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 
 def distance(found, expected, kept=None):
     """The largest difference at positions that are kept, relative to the largest expected value of its tensor."""
-    pairs = [
-        [x[kept] if kept is not None and x.shape[:2] == kept.shape else x for x in (found[key], expected[key])]
-        for key in expected
-    ]
+    both = ((found[key], expected[key]) for key in expected)
+    pairs = ([x[kept] if kept is not None and x.shape[:2] == kept.shape else x for x in pair] for pair in both)
     return max((float((one - two).abs().max() / two.abs().max().clamp(min=1e-6)) for one, two in pairs), default=0.0)
 
 
@@ -24,10 +22,8 @@ def without_influence(exact, inputs, expected):
     """Inputs with changed tokens, and the outputs and positions that do not change by them with exact attention."""
     ids, valid = inputs["input_ids"], inputs["attention_mask"].bool()
     last = torch.arange(ids.shape[1]) == ids.shape[1] - 1
-    changes = {
-        "padding": (ids.where(valid, ids.roll(1, 1)), valid),
-        "future": (ids.where(~last, ids[:, :1]), valid & ~last),
-    }
+    changes = {"padding": (ids.where(valid, ids.roll(1, 1)), valid)}
+    changes["future"] = (ids.where(~last, ids[:, :1]), valid & ~last)
     for name, (changed, kept) in changes.items():
         changed = {**inputs, "input_ids": changed}
         found = outputs(exact, changed)

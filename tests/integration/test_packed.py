@@ -117,9 +117,8 @@ def test_training_with_the_collator(tmp_path):
     model = hea.convert(tiny_model("llama", head=True), "linear")
     more = {"per_device_train_batch_size": 3, "gradient_checkpointing": True, "report_to": "none"}
     options = transformers.TrainingArguments(tmp_path, max_steps=2, **more)
-    trainer = transformers.Trainer(
-        model, options, train_dataset=TEXTS, data_collator=transformers.DataCollatorWithFlattening()
-    )
+    collator = transformers.DataCollatorWithFlattening()
+    trainer = transformers.Trainer(model, options, train_dataset=TEXTS, data_collator=collator)
     assert torch.isfinite(torch.tensor(trainer.train().training_loss))
 
 

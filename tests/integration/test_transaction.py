@@ -135,9 +135,8 @@ CORE = [
     ("bert vit", "linformer", convert("kdeformer"), 40),
     ("composite", "exact", by_name({"encoder": "linformer", "decoder": "linear"}), 40),
 ]
-REST = [(*row[:3], 1) for row in CORE] + [
-    ("bert", start, convert(end), 1) for start, end in itertools.pairwise(CHOICES)
-]
+REST = [(*row[:3], 1) for row in CORE]
+REST += [("bert", start, convert(end), 1) for start, end in itertools.pairwise(CHOICES)]
 REST += [("bert vit", start, convert(end), 4) for start, end in (("kdeformer", "linformer"), ("mix", "exact"))]
 REST += [("bert", start, convert("exact"), 1) for start in ("linformer", "separate", "mix")]
 REST += [("bert", start, by_name(name), 1) for start in ("exact", "separate") for name in ("kdeformer", "eager")]

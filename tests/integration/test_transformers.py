@@ -185,9 +185,7 @@ def test_padding_never_leaks(family, method, padding, layers):
     inputs["attention_mask"][1] *= padding != "without any token"
     mask = inputs["attention_mask"].bool()
     # RoBERTa counts its positions by the ids that are not padding: given explicitly, they stay where they are.
-    inputs["position_ids"] = (
-        torch.arange(2, 72).expand(2, -1) if family == "roberta" else torch.arange(70).expand(2, -1)
-    )
+    inputs["position_ids"] = (torch.arange(70) + 2 * (family == "roberta")).expand(2, -1)
     other = {**inputs, "input_ids": torch.where(mask, inputs["input_ids"], torch.randint(5, 60, (2, 70)))}
     assert not torch.equal(inputs["input_ids"], other["input_ids"])
     first, second = output(model, inputs), output(model, other)

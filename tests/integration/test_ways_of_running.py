@@ -294,9 +294,8 @@ def test_an_offloaded_model(family, method, tmp_path):
 
 @few_methods
 def test_dropout_and_draws_in_training(method):
-    plain, dropped = (
-        tiny_model("bert", method, hidden_dropout_prob=0.0, attention_probs_dropout_prob=p) for p in (0.0, 0.5)
-    )
+    options = {"hidden_dropout_prob": 0.0}
+    plain, dropped = (tiny_model("bert", method, **options, attention_probs_dropout_prob=p) for p in (0.0, 0.5))
     inputs, state = tiny_batch("bert"), torch.get_rng_state()
     in_eval = output(plain, inputs)
     assert torch.equal(output(plain, inputs), in_eval) and torch.equal(output(dropped, inputs), in_eval)

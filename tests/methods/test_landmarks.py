@@ -78,9 +78,8 @@ def test_float16_loses_no_precision(size, monkeypatch):
 def test_the_coreset_is_chosen_from_the_candidates():
     """If all candidates are in the coreset, nothing is drawn but their order."""
     tensors = inputs(q_len=100, dtype=torch.float64)
-    all_of_them, more = (
-        [wildcat(*tensors, num_samples=20, num_candidates=n, seed=s) for s in (0, 1)] for n in (20, 60)
-    )
+    options = {"num_samples": 20}
+    all_of_them, more = ([wildcat(*tensors, **options, num_candidates=n, seed=s) for s in (0, 1)] for n in (20, 60))
     torch.testing.assert_close(*all_of_them)
     assert relative_error(*more) > 1e-3
     # No fewer than the coreset needs.
@@ -131,18 +130,14 @@ def test_equal_keys_and_a_query_of_zeros():
 # nearfar: landmarks, near keys and the linear correction.
 
 
-def _clustered():
-    """600 keys around 30 centers, in an order that has nothing to do with the centers."""
-    query, noise, value = inputs(q_len=600, head_dim=16, value_dim=8)
-    return query, numbers(1, 2, 30, 16, seed=1).float()[:, :, torch.arange(600) * 7 % 30] + 0.3 * noise, value
-
-
 def _error(tensors, **hyperparameters):
     return relative_error(nearfar(*tensors, **hyperparameters), scaled_dot_product_attention(*tensors))
 
 
 def test_means_of_clusters_and_the_linear_correction_lower_the_error():
-    query, key, value = _clustered()
+    query, noise, value = inputs(q_len=600, head_dim=16, value_dim=8)
+    # 600 keys around 30 centers, in an order that has nothing to do with the centers.
+    key = numbers(1, 2, 30, 16, seed=1).float()[:, :, torch.arange(600) * 7 % 30] + 0.3 * noise
     options = {"num_samples": 30, "block_size": 0}
     means, keys = (_error((query, key, value), **options, num_probes=0, **x) for x in ({}, {"num_refinements": 0}))
     assert means < 0.9 * keys

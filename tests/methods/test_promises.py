@@ -42,9 +42,8 @@ ATTACKS = []
 for number, (promise, how) in enumerate(PROMISES.items()):
     applying = list(dict.fromkeys(i.method for i, _ in forms() if how.applies(i)))
     core = applying[number % len(applying)]  # another method for each promise
-    ATTACKS += [
-        pytest.param(promise, method, marks=[] if method == core else pytest.mark.exhaustive) for method in applying
-    ]
+    marks = {method: pytest.mark.exhaustive for method in applying if method != core}
+    ATTACKS += [pytest.param(promise, method, marks=marks.get(method, ())) for method in applying]
 
 
 def number_of_cases(name):
@@ -88,9 +87,8 @@ def test_every_row_equals_its_readable_form(method):
             promises.check_naive(instance, is_causal, "holes", **shape)
             for kv_len in (40, 120) if instance.rectangular and not is_causal else ():
                 promises.check_naive(instance, is_causal, "left", **shape, kv_len=kv_len, scale=0.7)
-            promises.check_naive_gradients(
-                instance, is_causal, "none" if instance.reads_positions else "right", **shape
-            )
+            padding = "none" if instance.reads_positions else "right"
+            promises.check_naive_gradients(instance, is_causal, padding, **shape)
 
 
 # 5. Seeds, of sequences that are approximated.

@@ -153,9 +153,8 @@ def test_new_models_are_initialized_however_they_are_created(spectral_norm, tmp_
     models = [BigGANModel(config), AutoModel.from_config(config)]
     models[0].save_pretrained(tmp_path)
     # With another number of classes than in the file, the class embedding is new.
-    other, report = BigGANModel.from_pretrained(
-        tmp_path, num_classes=4, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    options = {"num_classes": 4, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    other, report = BigGANModel.from_pretrained(tmp_path, **options)
     assert [name for name, *_ in report["mismatched_keys"]] == ["embeddings.weight"]
     for model in (*models, other):
         assert all(torch.isfinite(value).all() for value in model.state_dict().values())

@@ -364,9 +364,7 @@ def test_gradients_reach_every_parameter(make, method):
 # Checkpoints of the authors
 
 
-def shapes(
-    layers=2, hidden_size=128, ratio=2, performer=False, labels=5, positions=17, dim=64
-) -> dict[str, tuple[int, ...]]:
+def shapes(layers=2, hidden_size=128, ratio=2, performer=False, labels=5, positions=17, dim=64) -> dict[str, tuple]:
     """Return name -> shape of the authors' state dict."""
     found = {"cls_token": (1, 1, hidden_size), "pos_embed": (1, positions, hidden_size)}
     # The weights of linear layers (outputs, inputs) and of norms (outputs,).

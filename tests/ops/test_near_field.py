@@ -187,9 +187,8 @@ def causal_plan(length: int, scores: str = "probe", independent: bool = False, s
 
 def test_causal_hashed_blocks_have_similar_keys_and_count_no_key_twice():
     (query, key, _), _ = causal_plan(203)
-    hashed, plain = (
-        dense_causal_log_weights(causal_plan(203, num_hashes=n)[1], 203, 8, 20, torch.zeros(4)) for n in (3, 0)
-    )
+    plans = (causal_plan(203, num_hashes=n)[1] for n in (3, 0))
+    hashed, plain = (dense_causal_log_weights(plan, 203, 8, 20, torch.zeros(4)) for plan in plans)
     assert torch.equal(hashed[plain == 0], plain[plain == 0])
     # A block of hashed keys adds keys similar to the query to the near field. The samples do not change otherwise.
     added = (hashed == 0) & (plain != 0)

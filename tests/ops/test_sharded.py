@@ -51,20 +51,16 @@ def mask_of(kind: str) -> torch.Tensor | None:
     return mask
 
 
-def tensors_of(case: Case) -> list[torch.Tensor]:
+def measure(case: Case) -> dict[str, float]:
+    """The largest difference between this process and one process with all tokens, as a share of what is allowed."""
+    config, mask = INSTANCES[case.instance].config(), mask_of(case.mask)
+    size, rank = dist.get_world_size(), dist.get_rank()
     whole = inputs(BATCH, HEADS, LENGTH, 8, num_kv_heads=case.num_kv_heads, seed=5, dtype=torch.float64)
     if case.is_local:
         walk = inputs(BATCH, 1, LENGTH, 8, seed=6, dtype=torch.float64)[0].cumsum(2)
         for x in whole[:2]:
             x[:, : x.shape[1] // 2] += 0.4 * walk
-    return [x.to(case.dtype).contiguous() for x in whole]
-
-
-def measure(case: Case) -> dict[str, float]:
-    """The largest difference between this process and one process with all tokens, as a share of what is allowed."""
-    config, mask = INSTANCES[case.instance].config(), mask_of(case.mask)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    whole = [x.requires_grad_() for x in tensors_of(case)]
+    whole = [x.to(case.dtype).contiguous().requires_grad_() for x in whole]
     made = parameters_of(config, whole[2], num_kv_heads=case.num_kv_heads)
     parameters = {k: x.double().requires_grad_() for k, x in made.items()}
     grad = numbers(BATCH, HEADS, LENGTH, 8, seed=1, dtype=case.dtype)

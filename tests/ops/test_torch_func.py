@@ -44,9 +44,8 @@ def test_grad_vjp_and_vmap(instance, is_causal):
     rows = list(zip(*tensors, key_mask, strict=True))
     close([vmap(call)(*tensors, key_mask)], [torch.stack([call(*row) for row in rows])])
     expected = [gradients(lambda *x, m=row[3]: loss(*x, m), row[:3]) for row in rows]
-    close(
-        vmap(grad(loss, argnums=(0, 1, 2)))(*tensors, key_mask), [torch.stack(x) for x in zip(*expected, strict=True)]
-    )
+    expected = [torch.stack(x) for x in zip(*expected, strict=True)]
+    close(vmap(grad(loss, argnums=(0, 1, 2)))(*tensors, key_mask), expected)
     # One query for all keys, which lie along another dimension.
     shared = vmap(call, in_dims=(None, 2, 1, None), out_dims=1)(
         tensors[0][0], tensors[1].movedim(0, 2), tensors[2].movedim(0, 1), None

@@ -67,7 +67,6 @@ def test_samples_are_those_of_float64():
     probabilities = numbers(2, 3, 5000).abs().float()
     probabilities *= 200 / probabilities.sum(2, keepdim=True)
     group, offset = torch.tensor([[0, 0, 1, 2]]), numbers(2, 4, seed=1).abs().frac().float()
-    found, exact = (
-        systematic_sample(probabilities.to(t), 200, offset.to(t), group) for t in (torch.float32, torch.float64)
-    )
+    dtypes = (torch.float32, torch.float64)
+    found, exact = (systematic_sample(probabilities.to(t), 200, offset.to(t), group) for t in dtypes)
     assert (found[0] == exact[0]).double().mean() > 0.995 and (found[0] - exact[0]).abs().max() <= 1

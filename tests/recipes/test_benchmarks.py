@@ -205,9 +205,8 @@ def test_one_run_of_the_gpu_benchmark(tmp_path, capsys, monkeypatch):
     rows = [(row["attention"], row["length"], row["backward"]) for row in result["times"] if not row["causal"]]
     names = ["exact, default", "longformer", "linformer"]
     assert rows == [(name, n, backward) for n in (32, 64) for backward in (False, True) for name in names]
-    assert all(
-        row["seconds"] > 0 and row["rounds"] == 3 and row["ratios"].keys() == {"default"} for row in result["times"]
-    )
+    assert all(row["seconds"] > 0 and row["rounds"] == 3 for row in result["times"])
+    assert all(row["ratios"].keys() == {"default"} for row in result["times"])
     printed = capsys.readouterr().out
     assert (folder / "gpu.md").read_text() in printed and "All promises are kept by 2 methods." in printed
     assert run(gpu, words, folder) == 2  # nothing is replaced without --force

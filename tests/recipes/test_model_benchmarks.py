@@ -53,22 +53,16 @@ def test_errors_of_the_inputs_of_attention_fall_with_the_budget(activations):
     assert window["error"] == pytest.approx((window["layer_0"] + window["layer_1"]) / 2)
 
 
-@pytest.fixture
-def book(tmp_path, minilm):
-    """A data folder with one book."""
+def test_error_command_on_minilm(tmp_path, minilm, table):
     words = "It was the best of times, it was the worst of times, it was the age of wisdom and of foolishness. " * 600
     write(tmp_path / "text" / "books" / "book.txt.gz", gzip.compress(words.encode()))
-    return tmp_path
-
-
-def test_error_command_on_minilm(book, table):
-    rows, out = table(error, "--method longformer --budget 64,128 --seeds 1 --threads 1 --data", book)
+    rows, out = table(error, "--method longformer --budget 64,128 --seeds 1 --threads 1 --data", tmp_path)
     better, worse = sorted(rows, key=lambda row: float(row["error"]))
     assert (better["budget"], worse["budget"]) == ("128", "64")
     assert "minilm: 512 tokens, 6 layers, 12 heads of 32, 1 inputs" in out
     assert "| longformer | 64     |" in out and "| deviation |" in out
     # Longer text is concatenated windows. The last token of the short text is [SEP].
-    short, longer = real_inputs.minilm_activations(book, 1), real_inputs.minilm_activations(book, 1, length=700)
+    short, longer = (real_inputs.minilm_activations(tmp_path, 1, **x) for x in ({}, {"length": 700}))
     assert [one.query.shape[2] for one in longer] == [700] * 6
     assert torch.allclose(longer[0].key[:, :, :511], short[0].key[:, :, :511], atol=1e-5)
 

@@ -242,12 +242,8 @@ def test_learning_curves_have_points_enough(tmp_path, capsys):
     assert "checkpoint-51" in capsys.readouterr().err
 
 
-LOG = [
-    {"step": 1, "loss": 2.0},
-    {"step": 4, "uptraining_from": "linformer", "uptraining_stage": "flurka_eva"},
-    {"step": 8, "loss": 1.0},
-    {"step": 8, "eval_f1": 0.5},
-]
+SWITCH = {"step": 4, "uptraining_from": "linformer", "uptraining_stage": "flurka_eva"}
+LOG = [{"step": 1, "loss": 2.0}, SWITCH, {"step": 8, "loss": 1.0}, {"step": 8, "eval_f1": 0.5}]
 
 
 def test_learning_curve_marks_switches_and_smooths_the_loss():

@@ -412,10 +412,8 @@ def test_classify_compares_methods_on_other_pictures(here, colors, tmp_path, tab
     )
     assert commands.run(tasks, *words, "--layers t2t.0,1") == 0
     assert used == ["sdpa", "kdeformer", "kdeformer", "performer", "performer"]
-    for options, message in (
-        ("--split no", "has no split 'no'"),
-        ("--layers t2t.2", "its layers are ['t2t.0', 't2t.1', 0, 1]"),
-    ):
+    wrong = {"--split no": "has no split 'no'", "--layers t2t.2": "its layers are ['t2t.0', 't2t.1', 0, 1]"}
+    for options, message in wrong.items():
         assert commands.run(tasks, *words, options) == 2
         assert message in capsys.readouterr().err
 

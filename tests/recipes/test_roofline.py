@@ -35,12 +35,9 @@ def test_every_method_runs_on_the_branches_of_a_gpu(method, causal, backward, dt
 
 def test_exact_attention_takes_the_time_that_was_measured():
     for length, measured in {16384: 2.25, 65536: 37.1, 131072: 147.0}.items():
-        ms, causal_ms, training_ms = (
-            roofline.predict(roofline.make_call(None, length, "bfloat16", causal=causal, backward=backward), H100)[0][
-                "ms"
-            ]
-            for causal, backward in ((False, False), (True, False), (False, True))
-        )
+        forms = ({"causal": x, "backward": y} for x, y in ((False, False), (True, False), (False, True)))
+        calls = (roofline.make_call(None, length, "bfloat16", **form) for form in forms)
+        ms, causal_ms, training_ms = (roofline.predict(call, H100)[0]["ms"] for call in calls)
         assert abs(ms / measured - 1.0) < 0.05
         assert abs(causal_ms / ms - 0.5) < 0.1 and 3.0 < training_ms / ms < 5.0
 
@@ -56,9 +53,8 @@ def test_the_time_is_that_of_two_clocks():
     assert seconds(lambda: [small + 1.0 for _ in range(50)]) == pytest.approx(50 * machine.op)
     assert seconds(lambda: large + 1.0) == pytest.approx(traffic)
     # The device works while the host issues the next operations, but not while the host waits for a number.
-    assert seconds(lambda: [large + 1.0, *(small + 1.0 for _ in range(9))]) == pytest.approx(
-        traffic + 9 * machine.kernel
-    )
+    found = seconds(lambda: [large + 1.0, *(small + 1.0 for _ in range(9))])
+    assert found == pytest.approx(traffic + 9 * machine.kernel)
     waits = [large + 1.0, small]
     assert seconds(lambda: [large + 1.0, waits[1][0].item()]) == pytest.approx(traffic + machine.sync + machine.op)
 

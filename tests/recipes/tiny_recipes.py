@@ -229,9 +229,7 @@ def options_of(name: str, here: pathlib.Path, out: pathlib.Path, *more: Any, mod
     if more[:1] == ("ONLY",):
         return ["--output_dir", str(out), *more[1:]]
     _, data, usual = COMMANDS[name]
-    text = (
-        f"{data} {usual if model is None else model} --max_steps 6 --per_device_train_batch_size 4 --output_dir {out}"
-    )
+    text = f"{data} {model or usual} --max_steps 6 --per_device_train_batch_size 4 --output_dir {out}"
     if name != "loop":
         text += " --logging_steps 1 --use_cpu --eval_strategy no --save_strategy no"
     return [*text.replace("HERE", str(here)).split(), *map(str, more)]

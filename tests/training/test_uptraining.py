@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 import hf_efficient_attn as hea
 from each import close, refuses
 from helpers import trainings
+from helpers.learned import shake
 from helpers.trainings import HEDGEHOG, PLAIN, batches, classifier, losses, samples, switches, trainer_of, values
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import learned_of
@@ -80,9 +81,8 @@ def test_wrong_stages_are_refused(sentence, stages):
 
 
 def test_schedules_from_strings():
-    given = hea.UptrainingSchedule.parse(
-        ["linformer,projection_dim=8,share=none:0.25", "flurka_performer,num_features=16:1.0"]
-    )
+    stages = ["linformer,projection_dim=8,share=none:0.25", "flurka_performer,num_features=16:1.0"]
+    given = hea.UptrainingSchedule.parse(stages)
     assert given.stages == hea.UptrainingSchedule(TWO).stages
     assert hea.UptrainingSchedule.parse("sdpa:200 kdeformer,near_field=window:end").ends(300) == [200, 300]
     for text in ("linformer", "linformer:x", ":0.5", "linformer,projection_dim:1.0"):
@@ -91,9 +91,8 @@ def test_schedules_from_strings():
 
 
 def test_schedules_survive_copies():
-    schedule = hea.UptrainingSchedule(
-        [*TWO[:1], ("sdpa", 0.5), (hea.KDEformerConfig(num_samples=8), 1.0, {"layers": [1]})]
-    )
+    kdeformer = hea.KDEformerConfig(num_samples=8)
+    schedule = hea.UptrainingSchedule([*TWO[:1], ("sdpa", 0.5), (kdeformer, 1.0, {"layers": [1]})])
     assert copy.deepcopy(schedule).stages == hea.UptrainingSchedule(schedule).stages == schedule.stages
     assert schedule.stages[2].settings.layers == (1,)
 
@@ -164,10 +163,8 @@ def test_optimizer_follows_a_switch(tmp_path):
     for settings in (stage("linear"), stage("flurka_linear", projection_dim=8), stage("eva", **SMALL["eva"])):
         record = switch_stage(model, optimizer, settings, 3)
         names = {id(p): name for name, p in model.named_parameters()}
-        ours, theirs = (
-            [[names[id(p)] for p in group["params"]] for group in o.param_groups]
-            for o in (optimizer, Trainer(model, arguments).create_optimizer())
-        )
+        optimizers = (optimizer, Trainer(model, arguments).create_optimizer())
+        ours, theirs = ([[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers)
         assert ours == theirs
         assert all(torch.equal(optimizer.state[query][k], v) for k, v in state.items())
         assert {id(p) for p in optimizer.state} <= set(names)
@@ -214,11 +211,8 @@ def test_callback_switches_and_logs(tmp_path):
     close(dict(loaded.named_parameters()), dict(trainer.model.named_parameters()), 0)
 
 
-OPTIONS = [
-    {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-    {"bf16": True},
-    {"torch_compile": True, "torch_compile_backend": "eager"},
-]
+OPTIONS = [{"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, {"bf16": True}]
+OPTIONS += [{"torch_compile": True, "torch_compile_backend": "eager"}]
 
 
 @pytest.mark.parametrize(
@@ -423,14 +417,6 @@ def output_error(model, former, batch, monkeypatch) -> float:
     with capture_attention(former, visit, teacher):
         forward(former, batch)
     return sum(found) / len(found)
-
-
-@torch.no_grad()
-def shake(model):
-    """Give learned parameters values that differ from the start values of a conversion."""
-    for p in learned_parameters(model).values():
-        p.mul_(torch.rand(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)))
-    return model
 
 
 @pytest.mark.parametrize("start", ["sdpa", "linformer"])

@@ -6,6 +6,7 @@ learning rates and switches, the final weights, and the states of the optimizer 
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -209,18 +210,14 @@ def logged(log: list[dict], key: str) -> list[float]:
     return [entry[key] for entry in log if key in entry]
 
 
-def plain() -> torch.nn.Module:
-    return classifier(**PLAIN)
-
-
-def plain_decoder() -> torch.nn.Module:
-    return decoder(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+plain = functools.partial(classifier, **PLAIN)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "kill"), [("learned", "forward@5"), ("same", "substep@5"), ("distilled", "begin@4")])
 def test_two_processes(name, kill, tmp_path):
     """Without dropout they equal one, up to rounding; and killed and resumed ones those that were not."""
+    plain_decoder = functools.partial(decoder, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     case = CASES[name]._replace(make_model=plain_decoder if name == "same" else plain)
     attention, one, _ = train(tmp_path / "one", case)
     # With the same global batch.
