@@ -3,12 +3,10 @@
 The promises compare it with its readable form.
 """
 
-import importlib.util
-
 import pytest
 import torch
 
-from each import close, count_moved
+from each import DEVICE, close, count_moved, needs_triton
 from hf_efficient_attn.analysis import exact_output
 from hf_efficient_attn.ops.backends import cluster_attention, launches
 from hf_efficient_attn.ops.nearfar import causal as causal_nearfar
@@ -16,11 +14,6 @@ from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causa
 from hf_efficient_attn.ops.nearfar.chunks import cluster_index, levels_of, members_of, split_columns
 from instances import inputs, numbers, relative_error
 from recipes.common import kernel_costs
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install 'hf_efficient_attn[gpu-test]'"
-)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensors(length, seed=0):
