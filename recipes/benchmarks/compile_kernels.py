@@ -128,7 +128,7 @@ def _of_features(name: str, causal: bool, dtype: torch.dtype, dim: int) -> None:
 def _of_clusters(dtype: torch.dtype, dim: int) -> None:
     """Call attention to chosen clusters of chunks of two levels."""
     tensors = [torch.empty(16, 1000, dim, dtype=dtype, device="meta") for _ in range(3)]
-    members = torch.empty(16, 896 + 512, dtype=torch.int64, device="meta")
+    members = torch.empty(16, 896 + 512, dtype=torch.int32, device="meta")
     blocks = [torch.empty(16, 7, dim, device="meta") for _ in range(2)]
     sizes = torch.empty(2, 2, dtype=torch.int32, device="meta")
     rule = ClusterRule(4, 0.25, 2.0, 1e-3, 6.0, 48, 0.005)

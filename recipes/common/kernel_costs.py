@@ -214,7 +214,7 @@ def cluster_landmarks(launch: Launch) -> KernelCost:
     """A program reads the keys and values of a cluster, and writes a landmark. It has no products of matrices."""
     arguments = launch.arguments
     heads, members = arguments["members"].shape
-    moved = heads * members * (_bytes(launch, "key", "value") + 8.0)
+    moved = heads * members * (_bytes(launch, "key", "value") + arguments["members"].element_size())
     moved += launch.grid * (_bytes(launch, "key", "center", "mean", "block_mean", "block_square") + 16.0)
     return KernelCost(moved, 0.0, gathered=1.0)
 

@@ -163,7 +163,7 @@ class ClusterCall(NamedTuple):
     query: Tensor  # (BH, N, D), times the scale
     key: Tensor  # (BH, N, D)
     value: Tensor  # (BH, N, Dv)
-    members: Tensor  # int64 (BH, S), the keys of one cluster after another, of one level after another
+    members: Tensor  # int32 or int64 (BH, S), the keys of one cluster after another, of one level after another
     block_mean: Tensor  # (BH, T, D), the mean query of each block that has ended, in the accumulation dtype
     block_square: Tensor  # (BH, T, D), the mean of the squares of its queries
     sizes: Tensor  # int32 (E, 2), `levels`

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, coarse_dtype
-from hf_efficient_attn.ops.index import constant, integers, take
+from hf_efficient_attn.ops.index import constant, take
 from hf_efficient_attn.ops.nearfar.groups import directions, halve_groups
 
 # A chunk is as long as so many chunks of the level before it.
@@ -120,8 +120,8 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
         levels: the sizes of chunks and clusters.
 
     Returns:
-        int64 (BH, S), positions in the sequence: those of one cluster after another, of one level after another, as
-        `members_of` returns them.
+        int32 or int64 (BH, S), positions in the sequence: those of one cluster after another, of one level after
+        another, as `members_of` returns them.
     """
     batch_heads, length, _ = key.shape
     block = levels[0].chunk
@@ -147,7 +147,8 @@ def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tens
 def _halved_chunks(points: Tensor, length: int, levels: tuple[Level, ...]) -> Tensor:
     """Halve the chunks of all levels, whose points are (BH, S, F): the result of `cluster_index`."""
     batch_heads, total, _ = points.shape
-    places = integers(batch_heads * total, points.device).view(batch_heads, total)
+    dtype = torch.int32 if batch_heads * total < 2**31 else torch.int64  # fewer bytes on the way
+    places = torch.arange(batch_heads * total, dtype=dtype, device=points.device).view(batch_heads, total)
     points = points.flatten(0, 1)
     begins = list(itertools.accumulate((length // chunk * chunk for chunk, _ in levels), initial=0))
     # The groups of the level with the largest chunks come first. No later ones have larger clusters.
@@ -171,7 +172,7 @@ def _halved_chunks(points: Tensor, length: int, levels: tuple[Level, ...]) -> Te
 
 def members_of(index: Tensor, length: int, levels: tuple[Level, ...]) -> list[Tensor]:
     """Split the result (BH, S) of `cluster_index`: the keys of the clusters of each level, int64 (BH, M, leaf)."""
-    parts = index.split([length // chunk * chunk for chunk, _ in levels], 1)
+    parts = index.long().split([length // chunk * chunk for chunk, _ in levels], 1)
     return [x.unflatten(1, (-1, leaf)) for x, (_, leaf) in zip(parts, levels, strict=True)]
 
 

@@ -26,8 +26,6 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 _GROUP_DIMS = 10
 _DIRECTION_KEYS = 4096
 _LEAST_VARIANCE = 0.001
-# The direction in which a group is halved comes from about as many of its points.
-_DIRECTION_POINTS = 512
 # If near keys leave less than this share of the weight of a landmark, or of the weights of all landmarks for a query,
 # what is left is rounding, and does not count.
 LEAST_SHARE = 1e-3
@@ -133,7 +131,7 @@ def _halves(points: Tensor, levels: int) -> Tensor:
 
 
 def halve_groups(points: Tensor, order: Tensor) -> Tensor:
-    """Halve groups of points along the first principal direction of some of their points.
+    """Halve groups of points along their first principal direction.
 
     Args:
         points: (S, F), whose fourth powers do not overflow.
@@ -143,10 +141,9 @@ def halve_groups(points: Tensor, order: Tensor) -> Tensor:
         int64 (2 G, n / 2), both halves of one group after another.
     """
     x = torch.embedding(points, order)  # (G, n, F)
-    some = x[:, :: max(1, x.shape[1] // _DIRECTION_POINTS)]
-    some = some - some.mean(1, keepdim=True)
+    centered = x - x.mean(1, keepdim=True)
     # Five steps of the power method, from the direction in which all points vary most.
-    power = matrix_power(torch.bmm(some.mT, some), 2, rescales=False)  # (G, F, F)
+    power = matrix_power(torch.bmm(centered.mT, centered), 2, rescales=False)  # (G, F, F)
     place = halved(torch.bmm(x, power[..., :1]).squeeze(2))  # (G, n)
     return order.gather(1, place).view(2 * len(order), -1)
 
