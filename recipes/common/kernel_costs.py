@@ -215,7 +215,7 @@ def cluster_landmarks(launch: Launch) -> KernelCost:
     arguments = launch.arguments
     heads, members = arguments["members"].shape
     moved = heads * members * (_bytes(launch, "key", "value") + arguments["members"].element_size())
-    moved += launch.grid * (_bytes(launch, "key", "center", "mean", "block_mean", "block_square") + 16.0)
+    moved += launch.grid * (_bytes(launch, "key", "center", "mean", "block_mean", "block_root") + 16.0)
     return KernelCost(moved, 0.0, gathered=1.0)
 
 

@@ -165,7 +165,7 @@ class ClusterCall(NamedTuple):
     value: Tensor  # (BH, N, Dv)
     members: Tensor  # int32 or int64 (BH, S), the keys of one cluster after another, of one level after another
     block_mean: Tensor  # (BH, T, D), the mean query of each block that has ended, in the accumulation dtype
-    block_square: Tensor  # (BH, T, D), the mean of the squares of its queries
+    block_root: Tensor  # (BH, T, D), the root of the mean of the squares of its queries
     sizes: Tensor  # int32 (E, 2), `levels`
     block_size: int  # tokens of a block
     levels: tuple[tuple[int, int], ...]  # tokens of a chunk and of a cluster of each level

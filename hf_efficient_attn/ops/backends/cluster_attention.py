@@ -55,7 +55,7 @@ def check(call: ClusterCall, plain: Callable[[ClusterCall], Partial]) -> None:
     members = torch.cat([torch.arange(length // chunk * chunk, device=device).flip(0) for chunk, _ in levels])
     sizes = torch.tensor(levels, dtype=torch.int32, device=device)
     blocks = query[:, : length // block * block].double().unflatten(1, (-1, block))
-    means = blocks.mean(2).float(), blocks.square().mean(2).float()
+    means = blocks.mean(2).float(), blocks.square().mean(2).sqrt().float()
     small = ClusterCall(query, key, value, members.repeat(2, 1), *means, sizes, block, levels, call.rule)
     query, key, value = (x.double() for x in small[:3])
     means = means[0].double(), means[1].double()
@@ -88,7 +88,7 @@ def _attend(call: ClusterCall) -> Partial:
     }  # fmt: skip
     rule = call.rule._asdict()
     arguments = shared | {name: rule[name] for name in ("weighted", "growth", "least_spread", "largest_spread")}
-    of_blocks = {"block_mean": call.block_mean.contiguous(), "block_square": call.block_square.contiguous()}
+    of_blocks = {"block_mean": call.block_mean.contiguous(), "block_root": call.block_root.contiguous()}
     arguments |= of_blocks | {"num_blocks": call.block_mean.shape[1]}
     width = max(64, launches.padded(max(head_dim, value_dim)))
     launches.launch(Launch("cluster_landmarks", _kernels, heads * clusters, arguments, constants, width // 32, 1))

@@ -64,7 +64,7 @@ def _place_of_cluster(cluster, length, block_size, levels, num_levels):
 
 @triton.jit(do_not_specialize=_SIZES)
 def cluster_landmarks(
-    key, value, members, block_mean, block_square, center, mean, log_weight, margin, length, clusters, num_members,
+    key, value, members, block_mean, block_root, center, mean, log_weight, margin, length, clusters, num_members,
     num_blocks, block_size, levels, num_levels, weighted, growth, least_spread, largest_spread,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -79,7 +79,7 @@ def cluster_landmarks(
     dims = tl.arange(0, PADDED_HEAD_DIM)
     of_block = (head * num_blocks + of_block) * HEAD_DIM
     last = tl.load(block_mean + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
-    square = tl.load(block_square + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
+    root = tl.load(block_root + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
     # Keys are counted from the first one, so that sums of squares round little.
     origin = tl.load(key + (row + tl.load(members + first)) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
     origin = origin.to(tl.float32)
@@ -106,7 +106,7 @@ def cluster_landmarks(
         largest = new_largest
     key_mean = key_sum / own_size
     variance = tl.maximum(squares / own_size - key_mean * key_mean, 0.0)
-    spread = tl.sqrt(tl.sum(variance * square, 0))
+    spread = tl.sqrt(tl.sum(variance * root * root, 0))
     spread = tl.minimum(tl.maximum(spread, least_spread), largest_spread)
     tl.store(margin + program, tl.log2(spread) * _LN_2 + growth * spread)
     found = origin + key_mean + weighted * (weighted_sum / total - key_mean)

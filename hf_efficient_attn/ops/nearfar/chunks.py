@@ -96,7 +96,7 @@ class QueryBlocks(NamedTuple):
     """What landmarks take from the queries of blocks."""
 
     mean: Tensor  # (BH, T, D), the mean query of each block
-    square: Tensor  # (BH, T, D), the mean of the squares of its queries
+    size: Tensor  # (BH, T, D), the root of the mean of the squares of its queries
 
 
 def query_blocks(query: Tensor, block_size: int) -> QueryBlocks:
@@ -104,7 +104,7 @@ def query_blocks(query: Tensor, block_size: int) -> QueryBlocks:
     dtype = accumulation_dtype(query.dtype)
     blocks = query[:, : query.shape[1] // block_size * block_size].unflatten(1, (-1, block_size))
     norm = torch.linalg.vector_norm(blocks.detach(), dim=2, dtype=dtype)  # (BH, T, D)
-    return QueryBlocks(blocks.mean(2, dtype=dtype), norm.square() / block_size)
+    return QueryBlocks(blocks.mean(2, dtype=dtype), norm * block_size**-0.5)
 
 
 @torch.no_grad()
@@ -163,7 +163,8 @@ def _halved_chunks(points: Tensor, length: int, levels: tuple[Level, ...]) -> Te
         while left > waiting and levels[left - 1].leaf == order.shape[1]:
             left -= 1
             count = batch_heads * (begins[left + 1] - begins[left]) // order.shape[1]
-            found.append(order[:count].view(batch_heads, -1) - begins[left])
+            own = order[:count].view(batch_heads, -1)
+            found.append(own - begins[left] if left else own)
             order = order[count:]
         if len(order):
             order = halve_groups(points, order)
@@ -208,7 +209,7 @@ def make_clusters(
     given = take(key, members), take(value, members)  # (BH, M, leaf, .)
     keys, values = (x.to(blocks.mean.dtype) for x in given)
     of_block = _last_blocks(key.shape[1], levels, block_size, key.device)
-    last, square = (x[:, of_block] for x in blocks)  # (BH, M, D)
+    last, size = (x[:, of_block] for x in blocks)  # (BH, M, D)
     # `var` takes twenty times as long on a CPU.
     variance = (keys.detach() - keys.detach().mean(2, keepdim=True)).square_().mean(2)  # (BH, M, D)
     score = (keys @ last.unsqueeze(3)).squeeze(3)  # (BH, M, leaf)
@@ -218,7 +219,7 @@ def make_clusters(
     share = torch.lerp(torch.full_like(weight, 1.0 / weight.shape[2]), weight, WEIGHTED)
     center, mean = ((x.unsqueeze(2) @ y).squeeze(2) for x, y in ((share, keys), (weight, values)))
     log_weight = log.squeeze(2) - WEIGHTED * (weight * score).sum(2)
-    return Clusters(*given, center, log_weight, mean, _margin((variance * square).sum(2)))
+    return Clusters(*given, center, log_weight, mean, _margin((variance * size.square()).sum(2)))
 
 
 def _margin(variance: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from hf_efficient_attn.ops.slices import slice_size, sliced
 _GROUP_DIMS = 10
 _DIRECTION_KEYS = 4096
 _LEAST_VARIANCE = 0.001
+# Fewer products than these are split.
+_FEW = 256
 # If near keys leave less than this share of the weight of a landmark, or of the weights of all landmarks for a query,
 # what is left is rounding, and does not count.
 LEAST_SHARE = 1e-3
@@ -142,8 +144,16 @@ def halve_groups(points: Tensor, order: Tensor) -> Tensor:
     """
     x = torch.embedding(points, order)  # (G, n, F)
     centered = x - x.mean(1, keepdim=True)
+    # Few large products would leave most of a device idle.
+    splits = 1
+    while splits * len(x) < _FEW and x.shape[1] % (2 * splits) == 0:
+        splits *= 2
+    parts = centered.view(splits * len(x), -1, x.shape[2])
+    square = torch.bmm(parts.mT, parts)
+    if splits > 1:
+        square = square.view(len(x), splits, *square.shape[1:]).sum(1)  # (G, F, F)
     # Five steps of the power method, from the direction in which all points vary most.
-    power = matrix_power(torch.bmm(centered.mT, centered), 2, rescales=False)  # (G, F, F)
+    power = matrix_power(square, 2, rescales=False)
     place = halved(torch.bmm(x, power[..., :1]).squeeze(2))  # (G, n)
     return order.gather(1, place).view(2 * len(order), -1)
 
