@@ -60,8 +60,8 @@ Table = Mapping[str, Crossover]
 # The lengths of nearfar; those of others follow from `MethodConfig.cost`, which is above the ratio of the lengths of a
 # method and of nearfar on a Xeon with AMX (one thread, float32, bfloat16 and causal, 2 and 16 heads). The lengths of
 # processors are rounded from nearfar on two idle cores of a Zen 5 with two threads, as measured by `hf-efficient-attn
-# crossover`. The causal lengths are those of float32 on a Xeon with AMX, two threads; in bfloat16 that has 5,200. For
-# other devices these are lengths at which a vain attempt costs little on an NVIDIA H100, where exact
+# crossover`. The causal lengths were measured in float32 on a Xeon with AMX and two threads, which has 5,200 in
+# bfloat16. For other devices these are lengths at which a failed attempt costs little on an NVIDIA H100, where exact
 # attention is very fast.
 _BUILT_IN = {
     "cpu": {

@@ -22,7 +22,7 @@ BASE = 4
 # On the first levels clusters have `leaf` keys, and on each later one twice as many, so that what a query sees grows
 # with the square root of the length.
 _EQUAL_LEVELS = 4
-# Keys of a chunk are divided by the norm of those of its first block, which counts as at least this.
+# The keys of a chunk are divided by the norm of its first block, or by this if the norm is smaller.
 _LEAST_SIZE = 1e-2
 # A landmark's key is this share of the mean of its keys as the mean query weights them, and else of their plain mean.
 WEIGHTED = 0.25
@@ -30,7 +30,7 @@ WEIGHTED = 0.25
 # limits.
 LEAST_SPREAD = 1e-3
 LARGEST_SPREAD = 6.0
-# The margin grows by this per standard deviation, because later queries may differ more than those of the chunk.
+# The margin grows by this per standard deviation, because later queries may differ more than the queries of the chunk.
 GROWTH = 2.0
 
 
@@ -77,7 +77,7 @@ def level_sizes(levels: tuple[Level, ...], device: torch.device) -> Tensor:
 
 
 def level_at(index: int, options: CausalNearFarOptions) -> Level:
-    """Return a level by its number, from that of the smallest chunks on."""
+    """Return a level by its number. Level 0 has the smallest chunks."""
     return Level(options.block_size * BASE**index, options.leaf << max(0, index + 1 - _EQUAL_LEVELS))
 
 

@@ -32,9 +32,9 @@ from hf_efficient_attn.ops.nearfar.chunks import (
 from hf_efficient_attn.ops.nearfar.groups import directions, halve
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
-# More tokens than a machine can hold: blocks of 4 have so many levels at 16 million tokens.
+# Enough levels for any machine: with blocks of 4 tokens there are so many at 16 million tokens.
 _LEVELS = 12
-# When there is no room for new keys, there will be for so many more, and for this share of all.
+# Room for new keys grows by so many keys, or by one part in `_SHARE` of all keys if that is more.
 _ROOM = 64
 _SHARE = 16
 # Queries are processed so many at a time, or as many as a slice allows.
@@ -44,11 +44,11 @@ _QUERIES = 64
 class Kept(NamedTuple):
     """What is kept of B sequences."""
 
-    key: Tensor  # (B, H_kv, L, D), those of a sequence first; L has room for more
+    key: Tensor  # (B, H_kv, L, D), the keys of a row, and then room for more
     value: Tensor  # (B, H_kv, L, Dv)
     query: Tensor  # (B, H, block, D), the queries of the block that has not ended, times the scale
     spaced: Tensor  # (B, H, block, D), evenly spaced queries of the first chunk of the next level
-    directions: Tensor  # (B, H, D, F), those of the last level of which a chunk has ended
+    directions: Tensor  # (B, H, D, F), of the last level with a chunk that has ended
     landmarks: Tensor  # (B, H, G, D + 1 + Dv + 1), the three tensors of `Columns`
     members: Tensor  # int32 (B, H, S), the keys of the clusters of the landmarks, one cluster after another
 
@@ -218,7 +218,7 @@ def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tenso
     new = sliced(some_heads, key, value, members, query.flatten(0, 1), size=heads).unflatten(0, query.shape[:2])
     landmarks, all_members = kept.landmarks, kept.members
     missing = place.member + place.chunk - all_members.shape[2]
-    if missing > 0:  # the last column is that of the window
+    if missing > 0:  # the last column belongs to the window
         width = ceil_div(place.columns.stop + 1, COMPARED) * COMPARED
         landmarks = pad(landmarks, (0, 0, 0, width - landmarks.shape[2]))
         all_members = pad(all_members, (0, missing))
