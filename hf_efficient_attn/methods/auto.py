@@ -22,17 +22,16 @@ from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_len
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, is_training, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.draws import Draws
-from hf_efficient_attn.ops.nearfar.attempts import COST_POWER, worthwhile_length
+from hf_efficient_attn.ops.nearfar.attempts import worthwhile_length
 from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
 
-# Lengths are measured for this head_dim. Most of the cost of choosing landmarks does not depend on head_dim, so with 32
-# the cost relative to exact attention is 1.4 times as high.
-_HEAD_DIM = 64
-# The cost of `_approximation` for each column, relative to nearfar with its default hyperparameters.
-_COST = 1.25 / 256
+# Lengths are measured for this head_dim. With 32 approximation costs 1.07 times as much of exact attention.
+_HEAD_DIM, _HEAD_POWER = 64, 0.1
+_COST = 1.15 / 256  # of each column of `_approximation`, relative to nearfar with its default hyperparameters
+# Queries of a group. Few groups with many near keys each take less time than many with few, at the same error.
+_GROUP = 256
 # What a head may miss without near keys (`near_share`, in the Frobenius norm), relative to the bound in the operator
-# norm. With .5 the last hidden states of MiniLM are off by .035 and .049 at 8,192 and 16,384 tokens, with .65 by .045
-# and .056 in the same time. With .4 the time is longer.
+# norm. With .5 the last hidden states of MiniLM with 8,192 tokens are off by .041, with .8 by .049 in .96 of the time.
 _NEAR_SHARE = 0.5
 
 
@@ -91,7 +90,7 @@ class AutoAttentionConfig(MethodConfig):
             dtype=dtype,
             is_causal=is_causal,
             device=device,
-            relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** (0.5 / COST_POWER),
+            relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** _HEAD_POWER,
         )
         if self.max_error and not is_causal:
             length = worthwhile_length(length)
@@ -110,13 +109,14 @@ class AutoAttentionConfig(MethodConfig):
         return dataclasses.replace(self, max_error=max_error, static_form="columns" if accepted else "exact")
 
 
-def _approximation(config: AutoAttentionConfig, columns: int) -> MethodConfig:
-    """Make a nearfar config: a budget of `columns`, or with a bound `columns` landmarks and 5/4 as many near keys."""
+def _approximation(config: AutoAttentionConfig, columns: int, q_len: int, kv_len: int) -> MethodConfig:
+    """Make a nearfar config: a budget of `columns`, or with a bound `columns` landmarks and more near keys."""
     if not config.max_error:
         return _with_budget(columns)
-    further = {"num_samples": columns, "block_size": 5 * columns // 4, "num_groups": 256, "num_probes": 384}
-    further |= {"num_candidates": max(4096, 8 * columns)}
-    return make_config(_with_budget(columns), **further, near_share=min(1.0, _NEAR_SHARE * config.max_error))
+    near = min(4 * columns, max(5 * columns // 4, kv_len // 4))
+    sizes = {"num_samples": columns, "block_size": near, "num_groups": max(1, q_len // _GROUP), "num_probes": 384}
+    share = min(1.0, _NEAR_SHARE * config.max_error)
+    return make_config(_with_budget(columns), **sizes, num_candidates=max(4096, 8 * columns), near_share=share)
 
 
 def _with_budget(columns: int) -> MethodConfig:
@@ -141,15 +141,16 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
         form = get_method(config.switches_to).forward
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-        return form(_approximation(config, columns), query, key, value, options)[:, 0]  # (BH, Nq, Dv)
+        return form(_approximation(config, columns, query.shape[2], key.shape[2]), query, key, value, options)[
+            :, 0
+        ]  # (BH, Nq, Dv)
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
     length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
-    num_probes = getattr(_approximation(config, config.columns), "num_probes", 0)
     own = config.max_error, config.columns, length, Draws(options.seed, device), options.with_lse
-    return Forms(approximate, exact, num_probes, *own)
+    return Forms(approximate, exact, getattr(_approximation(config, config.columns, 1, 1), "num_probes", 0), *own)
 
 
 def forward(
@@ -189,10 +190,9 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         counts = [config.columns if key.shape[1] > length else 0] * len(query)
         if key.shape[1] > length and not is_static:
             counts = attend_within_bound(heads, forms, num_heads, options.scale)[1].tolist()
-        outs = []
-        for count, q, k, v in zip(counts, *(x[:, None, None] for x in heads), strict=True):  # (1, 1, N, .)
-            outs.append(dense(_approximation(config, count or key.shape[1]), q, k, v, options._replace(key_mask=None)))
-        return torch.cat(outs, 1)[0]  # (BH, Nq, Dv)
+        own = [_approximation(config, count or key.shape[1], query.shape[1], key.shape[1]) for count in counts]
+        tensors = zip(own, *(x[:, None, None] for x in heads), strict=True)  # (1, 1, N, .) each
+        return torch.cat([dense(*one, options._replace(key_mask=None)) for one in tensors], 1)[0]  # (BH, Nq, Dv)
 
     return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 

@@ -285,9 +285,9 @@ def test_from_which_length_on_heads_are_attempted(monkeypatch, attempts):
 
 
 def test_a_head_gets_more_columns_before_it_becomes_exact(attempts):
-    errors = _errors(_mixed(), crossover=100)
+    errors = _errors(_mixed(), crossover=100, max_error=0.2)
     assert len({columns for _, columns in attempts}) > 1
-    assert all(1e-4 < error <= 0.1 for error in errors)
+    assert max(errors) <= 0.2 and sum(error > 1e-4 for error in errors) > 2
 
 
 def test_heads_that_need_exact_attention_cost_next_to_no_attempts(monkeypatch, attempts):
@@ -304,7 +304,7 @@ def test_the_crossover_of_the_machine_is_that_of_one_sequence(monkeypatch):
     length = Mock(return_value=150)
     monkeypatch.setattr(module, "crossover_length", length)
     auto(*inputs(batch=3, num_heads=2, q_len=200, head_dim=8, dtype=torch.bfloat16), columns=64, is_causal=True)
-    expected = {"dtype": torch.bfloat16, "is_causal": True, "relative_cost": pytest.approx(0.3125 * 8 ** (5 / 12))}
+    expected = {"dtype": torch.bfloat16, "is_causal": True, "relative_cost": pytest.approx(0.2875 * 8**0.1)}
     assert length.call_count == 1 and length.call_args.args == ("nearfar", 16)
     assert length.call_args.kwargs | expected == length.call_args.kwargs
 
@@ -328,7 +328,8 @@ def test_with_a_gradient_or_a_drawn_seed_every_head_has_the_same_columns(compile
         outs.append(attend(*leaves, columns=64, crossover=100, seed=None).detach())
     torch.testing.assert_close(*outs)
     assert not torch.allclose(outs[0], auto(*tensors, columns=64, crossover=100), atol=1e-3)
-    plain = hea.attention(module._approximation(hea.method_info("auto").config_class(), 64), *tensors)
+    length = tensors[0].shape[2]
+    plain = hea.attention(module._approximation(hea.method_info("auto").config_class(), 64, length, length), *tensors)
     torch.testing.assert_close(auto(*leaves, columns=64, crossover=100).detach(), plain, rtol=2e-4, atol=2e-4)
 
 

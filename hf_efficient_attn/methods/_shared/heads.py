@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, joined, may_hold
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention
@@ -165,4 +165,4 @@ def _flatten(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Flatten (B, H, N, .) tensors to (B * H, N, .) and repeat the key mask (B, Nk) for every head."""
     flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)  # (BH, Nk)
-    return query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), flat_mask
+    return *(joined(x.flatten(0, 1)) for x in (query, key, value)), flat_mask

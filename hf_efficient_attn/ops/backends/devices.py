@@ -96,6 +96,11 @@ def coarse_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if is_half else accumulation_dtype(x.dtype)
 
 
+def joined(x: Tensor) -> Tensor:
+    """Return tokens (BH, N, D) one head after another: on a CPU each choice of tokens would copy all of them first."""
+    return x.contiguous() if x.device.type == "cpu" else x
+
+
 def halved(x: Tensor) -> Tensor:
     """Put the smaller half of each row of x (R, N), for an even N, before the larger half: int64 (R, N).
 

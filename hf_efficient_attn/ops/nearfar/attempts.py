@@ -40,7 +40,7 @@ _SHARED = 0.8
 COST_POWER = 1.2
 _COLUMNS_POWER = 0.7
 _FAR_COST = 0.65
-_NEAR_COST = 1.2
+_NEAR_COST = 1.5
 # An approximation must cost at most this share of exact attention. Otherwise exact heads leave little to gain.
 _LARGEST_COST = 0.85
 # The share of exact attention that may be lost, and the cost of the first attempts in a sequence. The heads of

@@ -112,9 +112,9 @@ def _attend(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFa
         return _attend_with_near_keys(query, keys, None, options)
     if not len(some):
         return output_of(_attend_to_landmarks(query, keys, options), options.with_lse)
-    of_some, of_others = ((query[i], _Keys(*(x[i] for x in keys))) for i in (some, others))
-    of_landmarks = output_of(_attend_to_landmarks(*of_others, options), options.with_lse)
-    outs = _attend_with_near_keys(*of_some, None, options), of_landmarks
+    of_some = _attend_with_near_keys(query[some], _Keys(*(x[some] for x in keys)), None, options)
+    far = keys._replace(**{name: getattr(keys, name)[others] for name in ("center", "sums", "total")})
+    outs = of_some, output_of(_attend_to_landmarks(query[others], far, options), options.with_lse)
     return torch.cat(outs).index_select(0, torch.cat((some, others)).argsort())
 
 
