@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_efficient_attn.evaluation.timing import describe
@@ -22,14 +22,23 @@ _PANELS = {
 
 
 def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw speed-up and error of a result of `benchmark_checkpoint`; the name of the file determines the format."""
+    """Draw a result of `benchmark_checkpoint`; the name of the file determines the format.
+
+    It is speed-up and error by length, or with one or two lengths the error of the output against speed-up for each.
+    """
     from matplotlib.figure import Figure  # an optional dependency
 
-    has_errors = any(row["error"] is not None for row in result["measurements"] if row["method"] != EXACT)
-    keys = ["speed_up", "error"][: 1 + has_errors]
-    figure = Figure(figsize=(6.2 * len(keys), 4.6), layout="constrained")
+    rows = [row for row in result["measurements"] if row["speed_up"] is not None]
+    lengths = sorted({row["length"] for row in rows})
+    has_errors = any(row["error"] is not None for row in rows if row["method"] != EXACT)
+    trades = len(lengths) <= 2 and any(row["output_error"] for row in rows)
+    keys: list[Any] = lengths if trades else ["speed_up", "error"][: 1 + has_errors]
+    figure = Figure(figsize=((7.4 if trades else 6.2) * len(keys), 4.6), layout="constrained")
     for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
-        _draw_panel(axes, key, result["measurements"])
+        if trades:
+            _draw_frontier(axes, [row for row in rows if row["length"] == key])
+        else:
+            _draw_panel(axes, key, rows)
     figure.suptitle(f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}", fontsize="medium")
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150)
@@ -57,6 +66,31 @@ def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
+
+
+def _draw_frontier(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw error of the output against speed-up, and a line through the rows that no other is better than in both."""
+    styles = {method: number for number, method in enumerate(dict.fromkeys(row["method"] for row in rows))}
+    best: list[tuple[float, float]] = []
+    for row in sorted(rows, key=lambda row: row["speed_up"], reverse=True):
+        x, y, label = row["speed_up"], row["output_error"], f"{row['attention']}: {row['speed_up']:.1f}"
+        if y is None:  # chunks, which have embeddings only
+            cosine = "" if row["agreement"] is None else f", cosine {row['agreement']:.2f}"
+            axes.axvline(x, color="0.3", linewidth=1.2, linestyle=":", label=label + cosine)
+        elif y > 0:
+            number, y = styles[row["method"]], min(y, _LARGEST_ERROR)
+            color, marker = _COLORS[number % 8], _MARKERS[(number + number // 8) % 8]
+            axes.plot(x, y, marker, color=color, markersize=7, zorder=3, label=f"{label}, {row['output_error']:.3f}")
+            best += [(x, y)] if all(y < other for _, other in best) else []
+    axes.plot(*zip(*best, strict=True), color="0.85", linewidth=9, zorder=1)
+    axes.axvline(1.0, color="0.3", linewidth=1.2, linestyle="--", zorder=2, label="exact attention")
+    axes.set_title(f"{rows[0]['length']:,} tokens: right and low is better", loc="left", fontsize="medium")
+    axes.set(xlabel="times as fast as exact attention", ylabel="relative error of the output", yscale="log")
+    axes.set_yticks([x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if axes.get_ylim()[0] < x < axes.get_ylim()[1]])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:

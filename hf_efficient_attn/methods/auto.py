@@ -191,8 +191,8 @@ def naive(config: AutoAttentionConfig, query: Tensor, key: Tensor, value: Tensor
         if key.shape[1] > length and not is_static:
             counts = attend_within_bound(heads, forms, num_heads, options.scale)[1].tolist()
         own = [_approximation(config, count or key.shape[1], query.shape[1], key.shape[1]) for count in counts]
-        tensors = zip(own, *(x[:, None, None] for x in heads), strict=True)  # (1, 1, N, .) each
-        return torch.cat([dense(*one, options._replace(key_mask=None)) for one in tensors], 1)[0]  # (BH, Nq, Dv)
+        every = zip(own, *(x[:, None, None] for x in heads), strict=True)  # (1, 1, N, .) each
+        return torch.cat([dense(c, q, k, v, options._replace(key_mask=None)) for c, q, k, v in every], 1)[0]
 
     return without_padding(of_one_length, query, key, value, options)  # (B, H, Nq, Dv)
 

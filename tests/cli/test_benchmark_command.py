@@ -300,7 +300,7 @@ def test_peak_memory():
 
 def test_table_and_files(made, text, figures, tmp_path, capsys):
     folder = tmp_path / "out"
-    line = ["benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "30,60", "--rounds", 1,
+    line = ["benchmark", made("bert"), "--methods", SMALL_METHODS, "--lengths", "20,30,60", "--rounds", 1,
             "--batch", 3, "--data", text, "--output", folder]  # fmt: skip
     out, err = shown(capsys, *line)
     assert err == ""
@@ -322,10 +322,15 @@ def test_table_and_files(made, text, figures, tmp_path, capsys):
             names = [text.get_text() for text in axes.get_legend().texts]
             assert names[:2] == ["exact attention", result["labels"][0]]
             assert names[2:] == [result["labels"][1] + (last if axes is figure.axes[1] else "")]
-            assert [text.get_text() for text in axes.get_xticklabels()] == ["30", "60"]
+            assert [text.get_text() for text in axes.get_xticklabels()] == ["20", "30", "60"]
     assert figure.axes[1].get_ylim() == (0, 1.5)
     rows = result["measurements"][:1]
     pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "exact.png")  # after an interruption
+    rows = [row for row in result["measurements"] if row["length"] > 20]
+    pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "frontier.png")
+    assert [axes.get_title(loc="left").split()[0] for axes in figures[-1].axes] == ["30", "60"]
+    names = [text.get_text().split(":")[0] for text in figures[-1].axes[1].get_legend().texts]
+    assert sorted(names) == sorted((*result["labels"], "exact attention"))
     assert "--force" in refused(capsys, *line)
     shown(capsys, *line, "--force")
 

@@ -165,4 +165,4 @@ def _flatten(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Flatten (B, H, N, .) tensors to (B * H, N, .) and repeat the key mask (B, Nk) for every head."""
     flat_mask = None if key_mask is None else key_mask.repeat_interleave(key.shape[1], 0)  # (BH, Nk)
-    return *(joined(x.flatten(0, 1)) for x in (query, key, value)), flat_mask
+    return joined(query.flatten(0, 1)), joined(key.flatten(0, 1)), joined(value.flatten(0, 1)), flat_mask
