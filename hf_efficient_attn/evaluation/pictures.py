@@ -73,14 +73,16 @@ def _draw_frontier(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     styles = {method: number for number, method in enumerate(dict.fromkeys(row["method"] for row in rows))}
     best: list[tuple[float, float]] = []
     for row in sorted(rows, key=lambda row: row["speed_up"], reverse=True):
-        x, y, label = row["speed_up"], row["output_error"], f"{row['attention']}: {row['speed_up']:.1f}"
+        x = row["speed_up"]
+        y = row["output_error"]
+        label = f"{row['attention']}: {x:.1f}"
         if y is None:  # chunks, which have embeddings only
             cosine = "" if row["agreement"] is None else f", cosine {row['agreement']:.2f}"
             axes.axvline(x, color="0.3", linewidth=1.2, linestyle=":", label=label + cosine)
         elif y > 0:
-            number, y = styles[row["method"]], min(y, _LARGEST_ERROR)
-            color, marker = _COLORS[number % 8], _MARKERS[(number + number // 8) % 8]
-            axes.plot(x, y, marker, color=color, markersize=7, zorder=3, label=f"{label}, {row['output_error']:.3f}")
+            number = styles[row["method"]]
+            style = {"color": _COLORS[number % 8], "marker": _MARKERS[(number + number // 8) % 8], "linestyle": ""}
+            axes.plot(x, min(y, _LARGEST_ERROR), **style, markersize=7, zorder=3, label=f"{label}, {y:.3f}")
             best += [(x, y)] if all(y < other for _, other in best) else []
     axes.plot(*zip(*best, strict=True), color="0.85", linewidth=9, zorder=1)
     axes.axvline(1.0, color="0.3", linewidth=1.2, linestyle="--", zorder=2, label="exact attention")

@@ -26,7 +26,8 @@ from hf_efficient_attn.ops.nearfar.attempts import worthwhile_length
 from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
 
 # Lengths are measured for this head_dim. With 32 approximation costs 1.07 times as much of exact attention.
-_HEAD_DIM, _HEAD_POWER = 64, 0.1
+_HEAD_DIM = 64
+_HEAD_POWER = 0.1
 _COST = 1.15 / 256  # of each column of `_approximation`, relative to nearfar with its default hyperparameters
 # Queries of a group. Few groups with many near keys each take less time than many with few, at the same error.
 _GROUP = 256
@@ -141,9 +142,8 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
     def approximate(query: Tensor, key: Tensor, value: Tensor, columns: int) -> Tensor:
         form = get_method(config.switches_to).forward
         query, key, value = (x.unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
-        return form(_approximation(config, columns, query.shape[2], key.shape[2]), query, key, value, options)[
-            :, 0
-        ]  # (BH, Nq, Dv)
+        chosen = _approximation(config, columns, query.shape[2], key.shape[2])
+        return form(chosen, query, key, value, options)[:, 0]  # (BH, Nq, Dv)
 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)

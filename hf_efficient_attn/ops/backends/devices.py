@@ -21,7 +21,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # On Intel's processors AVX512-BF16 without AMX takes 1.8 times the time of float32 (torch 2.13).
-_IS_INTEL = "Intel" in getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", "")
+_IS_INTEL = "Intel" in str(getattr(torch.cpu, "get_capabilities", dict)())
 _CPU_HAS_BFLOAT16 = bool(
     torch.backends.mkldnn.is_available()
     and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -39,7 +39,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which products of `x` run.
 
     On an accelerator it is the dtype of `x`. On the CPU it is bfloat16 for bfloat16 tensors if the processor multiplies
-    them fast (`multiplies_bfloat16`), and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`.
+    them fast, and also for float32 tensors after `torch.set_float32_matmul_precision("medium")`.
     Otherwise half precision runs in float32, since float16 products of the CPU are slow.
     """
     if x.dtype == torch.float64 or x.device.type != "cpu":

@@ -34,10 +34,10 @@ _NEXT_SPREAD = 0.55
 _SPREAD = 0.4
 # The share of the first attempts' news that also holds for the other heads of a sequence.
 _SHARED = 0.8
-# The cost of an approximation falls with the power `COST_POWER` of the length and grows with a power of the columns.
+# The cost of an approximation falls with the power `_COST_POWER` of the length and grows with a power of the columns.
 # Without near keys it is `_FAR_COST` of the cost with the mean number of near keys. Up to `_NEAR_COST` is added for
 # near keys where more than a fifth of the largest error is expected.
-COST_POWER = 1.2
+_COST_POWER = 1.2
 _COLUMNS_POWER = 0.7
 _FAR_COST = 0.65
 _NEAR_COST = 1.5
@@ -53,7 +53,7 @@ _MAX_COLUMNS = 1024
 
 def worthwhile_length(crossover: int) -> int:
     """Compute the length from which on approximation costs little enough, from the crossover with exact attention."""
-    return math.ceil(crossover * math.pow(_FAR_COST / _LARGEST_COST, 1.0 / COST_POWER))
+    return math.ceil(crossover * math.pow(_FAR_COST / _LARGEST_COST, 1.0 / _COST_POWER))
 
 
 def attempt_length(length: int) -> int:
@@ -71,7 +71,7 @@ def attempt_length(length: int) -> int:
 
 def _least_cost(length: int, kv_len: int) -> float:
     """The cost of an attempt with the first number of columns and without near keys."""
-    return float(_LARGEST_COST * (length / kv_len) ** COST_POWER + NUM_ROWS / kv_len)
+    return float(_LARGEST_COST * (length / kv_len) ** _COST_POWER + NUM_ROWS / kv_len)
 
 
 class Choice(NamedTuple):
@@ -116,7 +116,7 @@ class Attempts:
         self._max_error = max_error
         self._columns = torch.tensor(self.columns, device=device).view(-1, 1, 1)  # (L, 1, 1) for L levels
         self._growth = widened(self._columns) / columns
-        approximation = _LARGEST_COST * (length / kv_len) ** COST_POWER * self._growth**_COLUMNS_POWER
+        approximation = _LARGEST_COST * (length / kv_len) ** _COST_POWER * self._growth**_COLUMNS_POWER
         dtype = wide_dtype(device)
         self._cost = (approximation + NUM_ROWS / kv_len).expand(-1, batch, num_heads)  # (L, B, H)
         # The expected logarithm of the bound with the first number of columns.
