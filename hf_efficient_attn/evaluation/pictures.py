@@ -24,15 +24,17 @@ _PANELS = {
 def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draw a result of `benchmark_checkpoint`; the name of the file determines the format.
 
-    It is speed-up and error by length, or with one or two lengths the error of the output against speed-up for each.
+    It is speed-up and error by length. With one length, or more settings than colours, it is the error of the output
+    against speed-up, at the two largest lengths.
     """
     from matplotlib.figure import Figure  # an optional dependency
 
     rows = [row for row in result["measurements"] if row["speed_up"] is not None]
     lengths = sorted({row["length"] for row in rows})
     has_errors = any(row["error"] is not None for row in rows if row["method"] != EXACT)
-    trades = len(lengths) <= 2 and any(row["output_error"] for row in rows)
-    keys: list[Any] = lengths if trades else ["speed_up", "error"][: 1 + has_errors]
+    is_many = len(lengths) == 1 or len({row["attention"] for row in rows}) > len(_COLORS)
+    trades = is_many and any(row["output_error"] for row in rows)
+    keys: list[Any] = lengths[-2:] if trades else ["speed_up", "error"][: 1 + has_errors]
     figure = Figure(figsize=((7.4 if trades else 6.2) * len(keys), 4.6), layout="constrained")
     for axes, key in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
         if trades:

@@ -326,11 +326,13 @@ def test_table_and_files(made, text, figures, tmp_path, capsys):
     assert figure.axes[1].get_ylim() == (0, 1.5)
     rows = result["measurements"][:1]
     pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "exact.png")  # after an interruption
-    rows = [row for row in result["measurements"] if row["length"] > 20]
-    pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "frontier.png")
-    assert [axes.get_title(loc="left").split()[0] for axes in figures[-1].axes] == ["30", "60"]
-    names = [text.get_text().split(":")[0] for text in figures[-1].axes[1].get_legend().texts]
-    assert sorted(names) == sorted((*result["labels"], "exact attention"))
+    one = [row for row in result["measurements"] if row["length"] == 60]
+    many = [{**row, "attention": f"{row['attention']} {i}"} for row in result["measurements"] for i in range(5)]
+    for rows, lengths in ((one, ["60"]), (many, ["30", "60"])):
+        pictures.draw_benchmark({**result, "measurements": rows}, tmp_path / "frontier.png")
+        assert [axes.get_title(loc="left").split()[0] for axes in figures[-1].axes] == lengths
+        names = {text.get_text().split(":")[0] for text in figures[-1].axes[-1].get_legend().texts}
+        assert names == {"exact attention", *(row["attention"] for row in rows if row["method"] != "sdpa")}
     assert "--force" in refused(capsys, *line)
     shown(capsys, *line, "--force")
 
