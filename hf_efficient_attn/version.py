@@ -1,3 +1,3 @@
 """The version of this package, in the one place from which everything else reads it."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -27,7 +27,7 @@ import transformers
 from datasets import DatasetDict
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.conversion.convert import is_rotary, num_positions
 from recipes.common import arguments, training
 from recipes.common.arguments import PER_EPOCH, option, samples
 from recipes.common.data import glue
@@ -78,7 +78,7 @@ def load_model(name_or_path: str, task: glue.Task, length: int = 0) -> tuple[Pre
         head["problem_type"] = "single_label_classification"
     model = transformers.AutoModelForSequenceClassification.from_pretrained(name_or_path, **head)
     limit = num_positions(model)
-    if limit is not None and length > limit and getattr(model.config, "rope_parameters", None) is None:
+    if limit is not None and length > limit and not is_rotary(model.config):
         raise ValueError(f"--max_length {length}: the model has positions for {limit} tokens (hea.extend_positions)")
     return model, tokenizer
 

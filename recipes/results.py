@@ -13,6 +13,7 @@ README.md, the pages of docs/, model_cards/ and recipes/README.md mark the place
 
     <!-- figures: NAME -->     the commands, the table, and the machine and date
     <!-- table: NAME -->       the table alone
+    <!-- machines: all -->     which tables were measured on which machine, when, and at which revision
     <!-- end -->
 
 `--write` replaces what is between the marks. A test compares the pages with the file.
@@ -57,7 +58,7 @@ MODEL = "a model of an NVIDIA H100"  # recipes.common.gpu_model
 Records = list[dict[str, Any]]
 Rows = dict[str, dict[str, Any]]  # label of a row -> header of a column -> value
 
-_PART = re.compile(r"^(<!-- (figures|table): (\S+) -->\n)(.*?)^(?=<!-- end -->$)", re.M | re.S)
+_PART = re.compile(r"^(<!-- (figures|table|machines): (\S+) -->\n)(.*?)^(?=<!-- end -->$)", re.M | re.S)
 _COLUMN = re.compile(r"\{(?P<field>[^}:]+)(?::(?P<form>[^}]*))?\}(?P<unit>\S*)(?P<where>.*)")
 _LINK = re.compile(r"(\]\()(?!https?:|#)([^)#]+)")
 
@@ -190,7 +191,8 @@ def machine(lines: Sequence[str]) -> str:
     if any("benchmarks.roofline" in line for line in lines):
         return MODEL
     on_gpu = any("--device cuda" in line for line in lines)
-    name = torch.cuda.get_device_name() if on_gpu else f"{processor_name()}, {os.cpu_count()} cores"
+    kind = torch.backends.cpu.get_cpu_capability() + ", AMX" * torch.cpu._is_amx_tile_supported()
+    name = torch.cuda.get_device_name() if on_gpu else f"{processor_name()} ({kind}), {os.cpu_count()} cores"
     return f"{name}; torch {torch.__version__}, transformers {transformers.__version__}"
 
 
@@ -255,11 +257,20 @@ def table_text(spec: Spec, figures: Mapping[str, Any], name: str) -> str:
     return "\n".join([f"| {' | '.join(headers)} |", "|---" * len(headers) + "|", *(f"| {line} |" for line in lines)])
 
 
-def caption(entry: Mapping[str, Any]) -> str:
+def origin(entry: Mapping[str, Any]) -> str:
     """Where and when a table was measured."""
     known = [entry["machine"], entry["date"], entry["revision"] and f"revision {entry['revision']}"]
-    done = "Predicted by" if entry["machine"] == MODEL else "Measured on"
-    return f"*{done} {'; '.join(part for part in known if part)}.*"
+    return f"{'Predicted by' if entry['machine'] == MODEL else 'Measured on'} {'; '.join(filter(None, known))}"
+
+
+def machines_text(figures: Mapping[str, Any], folder: pathlib.Path, homes: Mapping[str, pathlib.Path]) -> str:
+    """The tables by their origin, with links to the pages that have them, for a page in a folder."""
+    found: dict[str, list[str]] = {}
+    for name, entry in figures.items():
+        link = pathlib.Path(os.path.relpath(homes[name], folder)).as_posix() if name in homes else ""
+        found.setdefault(origin(entry), []).append(f"[{name}]({link})" if link else name)
+    lines = [f"| {where} | {', '.join(names)} |" for where, names in found.items()]
+    return "\n".join(["| origin | tables |", "|---|---|", *lines])
 
 
 def wrapped(command: str, width: int = 118) -> str:
@@ -273,7 +284,13 @@ def wrapped(command: str, width: int = 118) -> str:
     return "\n".join(lines)
 
 
-def filled(page: str, folder: pathlib.Path, specs: Mapping[str, Spec], figures: Mapping[str, Any]) -> str:
+def filled(
+    page: str,
+    folder: pathlib.Path,
+    specs: Mapping[str, Spec],
+    figures: Mapping[str, Any],
+    homes: Mapping[str, pathlib.Path],
+) -> str:
     """The text of a page in a folder of the repository, with its tables from the figures."""
 
     def link(match: re.Match[str]) -> str:
@@ -281,6 +298,8 @@ def filled(page: str, folder: pathlib.Path, specs: Mapping[str, Spec], figures: 
 
     def fill(match: re.Match[str]) -> str:
         start, kind, name, _ = match.groups()
+        if kind == "machines":
+            return "\n".join([start, machines_text(figures, folder, homes), "", ""])
         if name not in specs:
             raise UnsupportedAttentionError(f"a page shows the table {name}, which results.yaml does not have")
         spec, parts = specs[name], []
@@ -288,7 +307,7 @@ def filled(page: str, folder: pathlib.Path, specs: Mapping[str, Spec], figures: 
         if kind == "figures":
             lines = [*spec.prepare.values(), *figures[name]["commands"]]
             parts = ["```bash\n" + "\n".join(map(wrapped, lines)) + "\n```"]
-            text += f"\n\n{caption(figures[name])}"
+            text += f"\n\n*{origin(figures[name])}.*"
         return "\n".join([start, "\n\n".join([*parts, text]), "", ""])
 
     return _PART.sub(fill, page)
@@ -300,7 +319,16 @@ def pages(figures: Mapping[str, Any]) -> dict[pathlib.Path, str]:
     paths += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "model_cards").glob("*.md"))]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     specs = read_specs()
-    return {path: filled(text, path.parent, specs, figures) for path, text in texts.items() if _PART.search(text)}
+    homes = {
+        name: path
+        for wanted in ("table", "figures")
+        for path, text in texts.items()
+        for _, kind, name, _ in _PART.findall(text)
+        if kind == wanted
+    }
+    return {
+        path: filled(text, path.parent, specs, figures, homes) for path, text in texts.items() if _PART.search(text)
+    }
 
 
 @app.command(epilog="Example: python -m recipes.results -o docs/figures.json --only onnx")

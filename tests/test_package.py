@@ -182,7 +182,7 @@ def test_the_source_distribution_is_complete(monkeypatch):
     for line in (ROOT / "MANIFEST.in").read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             chosen.process_template_line(line)
-    files = set(tracked("docs", "model_cards", "recipes", "tests"))
+    files = set(tracked("docs", "model_cards", "recipes", "tests")) | {"CITATION.cff"}
     assert {"tests/promises.py", "tests/test_package.py", "recipes/configs/cpu.yaml", "docs/conf.py"} <= files
     assert {path for path in files if (ROOT / path).exists()} <= set(chosen.files)
     made = re.compile(r"\.py[co]$|^docs/_build/|/\.ipynb_checkpoints/")

@@ -57,6 +57,7 @@ _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 # The file of a conversion with the origin of its checkpoint, and keys in it.
 FILE = "efficient_attention.json"
 INSTALL, TRAINED, VERSION = "install", "trained_positions", "hf_efficient_attn"
+THIS_VERSION = f"{VERSION}=={__version__}"  # as pip takes it
 _MAX_CARD = 2**20  # bytes
 _NAME = r"hf[-_.]efficient[-_.]attn(\[[a-z,]+\])?"
 _PINNED = re.compile(rf"{_NAME} ?== ?[0-9][0-9A-Za-z.+!-]{{0,49}}")
@@ -347,11 +348,11 @@ def check_install(text: str, where: str = "--install") -> None:
     """Check what a card is to tell its readers to install; the message begins with `where`.
 
     That is a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-    hf_efficient_attn==0.2.0. Refused are a path on this machine, a name without a version, and a URL with a password or
+    `THIS_VERSION`. Refused are a path on this machine, a name without a version, and a URL with a password or
     token.
     """
     if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(
             f"{where}: give what others can install, a URL (https://... or git+https://...) without a password or "
-            "token, or a version (hf_efficient_attn==0.2.0): a name alone could be another package"
+            f"token, or a version ({THIS_VERSION}): a name alone could be another package"
         )

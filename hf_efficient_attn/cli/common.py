@@ -356,7 +356,7 @@ def parse_methods(methods: Iterable[str], settings: Iterable[str] = ()) -> "dict
         if not any(matches):
             chosen = ", ".join(dict.fromkeys(config.method for config in configs)) or "none: --set needs --methods"
             names = dict.fromkeys(name for config in configs for name in config.hyperparameters())
-            hint = "" if key in names else did_you_mean(key, names)
+            hint = "" if key in names else did_you_mean(key, names) or f" They have: {', '.join(names) or 'none'}."
             raise UnsupportedAttentionError(f"--set {setting}: none of the chosen methods ({chosen}) has it.{hint}")
         both = zip(configs, matches, strict=True)
         configs = [make_config(config, **{key: value}) if is_match else config for config, is_match in both]

@@ -7,12 +7,13 @@ import typer
 
 from hf_efficient_attn.cli.common import ForceFolder, Json, Output, command, complete_methods, print_json, table
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.version import __version__
 
 _repository = "Repository on the hub; it is created if it does not exist."
 _yes = "Push. Without this option nothing is sent, and the hub is not contacted."
 _install = (
     "What readers of the card give to `pip install` to get this package, such as git+https://HOST/REPO or "
-    "hf_efficient_attn==0.2.0. A push with --yes stores it for later ones."
+    f"hf_efficient_attn=={__version__}. A push with --yes stores it for later ones."
 )
 _card = "Print the card as it would be sent, instead of the list of files."
 _method = "A method without learned parameters."

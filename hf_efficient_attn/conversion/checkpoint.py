@@ -23,7 +23,7 @@ from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.limits import sentence_limit, set_limits
 from hf_efficient_attn.checkpoint.loading import check_learned, load_with_report, quiet
 from hf_efficient_attn.checkpoint.source import FILE, INDEX, PICKLED, SINGLE, TRAINED, Weights, check_hub_id, provenance
-from hf_efficient_attn.conversion.convert import convert, extend_positions, num_positions, requested_settings
+from hf_efficient_attn.conversion.convert import convert, extend_positions, is_rotary, num_positions, requested_settings
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
@@ -110,6 +110,10 @@ class Conversion:
         force: bool = False,
         allow_pickle: bool = False,
     ) -> None:
+        if kernel is not None and has_code:
+            raise UnsupportedAttentionError(
+                "--kernel and --remote-code are two ways of loading without this package: give one of them"
+            )
         self._source, self._output, self._max_length = os.fspath(source), os.fspath(output), max_length
         self.checked = open_checkpoint(source, allow_pickle=allow_pickle)
         self.place = Output(output, self.checked.folder, force=force)
@@ -131,8 +135,9 @@ class Conversion:
         too large, and attention with learned tables of the present length.
         """
         model, length = self.model, self._max_length
-        positions, is_rotary = num_positions(model), getattr(model.config, "rope_parameters", None) is not None
-        if length is None or (is_rotary and positions is not None and length <= positions):  # these are computed
+        positions = num_positions(model)
+        # Rotary positions are computed.
+        if length is None or (is_rotary(model.config) and positions is not None and length <= positions):
             return
         with refusing(f"--max-length {length}"):
             extend_positions(model, length)
@@ -269,7 +274,7 @@ def describe(groups: Sequence[Mapping[str, Any]], positions: int | None) -> list
     sentences = []
     for group in groups:
         where = f" (layers {ranges(group['layers'])})" if len(groups) > 1 else ""
-        what = "differs from exact attention at every length"
+        what = "differs from exact attention at every length: measure it (hf-efficient-attn benchmark), or train it"
         if group["tokens"]:
             what = f"up to {group['tokens']} tokens are computed exactly, more are approximated"
         sentences.append(f"{group['method']}{where}: {what}")

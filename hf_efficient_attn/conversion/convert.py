@@ -101,7 +101,8 @@ def requested_settings(
 def extend_positions(model: nn.Module, max_length: int, method: str = "tile") -> nn.Module:
     """Extend the learned position tables of BERT, RoBERTa, DistilBERT, GPT-2, OPT, BART and similar models, in place.
 
-    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own.
+    The config is updated, so that the model can be saved and loaded. The tokenizer has a `model_max_length` of its own,
+    at which pipelines and `truncation=True` cut texts: set it to `max_length`, too.
 
     Args:
         model: a Transformers model, or a module that contains some.
@@ -177,6 +178,12 @@ def num_positions(model: PreTrainedModel) -> int | None:
         return getattr(model.config, "max_position_embeddings", None)
 
 
+def is_rotary(config: PreTrainedConfig) -> bool:
+    """Whether a model computes its positions for any number of tokens. ESM says so by another name."""
+    by_name = getattr(config, "position_embedding_type", None) == "rotary"
+    return by_name or getattr(config, "rope_parameters", None) is not None
+
+
 def position_tables(root: PreTrainedModel) -> list[tuple[inputs.PositionTable, PreTrainedConfig]]:
     """Every learned table over token positions in a model, with the outermost config.
 
@@ -186,10 +193,10 @@ def position_tables(root: PreTrainedModel) -> list[tuple[inputs.PositionTable, P
     if any(parts.values()):
         return [(table, part.config) for part, tables in parts.items() for table in tables]
     config = root.config
-    if getattr(config, "rope_parameters", None) is not None:
+    if is_rotary(config):
         reason = (
             "they are rotary positions, computed without a table; raise max_position_embeddings in the model's config "
-            "instead, and change rope_parameters to stretch them"
+            "instead, and change rope_parameters, if it has them, to stretch them"
         )
     elif getattr(config, "image_size", None) is not None:
         reason = "they are those of image patches, not of tokens"

@@ -254,6 +254,7 @@ def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
     """
     pays_from: dict[str, int | None] = {}
     rows_of = {label: [row for row in measurements if row["attention"] == label] for label in labels}
+    longest = max((row["length"] for row in measurements), default=0)
     sentences = []
     for label, rows in rows_of.items():
         if not rows:
@@ -266,6 +267,10 @@ def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -
         if gains:
             where = "at all measured lengths" if gains[-1] is rows[0] else f"from {gains[-1]['length']} tokens on"
             sentences.append(f"{label} pays off {where}: {about}.")
+        elif rows[-1]["length"] < longest:
+            sentences.append(
+                f"{label} is not decided: {about}, and it was not measured at {longest}. Give more --minutes."
+            )
         else:
             low, high = last.range
             sentences.append(

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_efficient_attn.conversion import extend_positions
-from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.conversion.convert import is_rotary, num_positions
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of, texts_in
@@ -91,7 +91,7 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
     positions = num_positions(model)
     if positions is None or length <= positions:
         return None
-    if getattr(model.config, "rope_parameters", None) is not None:
+    if is_rotary(model.config):
         extension = f"was trained for {positions} positions; rotary positions beyond them are computed, but untrained"
     else:
         extend_positions(model, length)

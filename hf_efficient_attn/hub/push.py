@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_efficient_attn.checkpoint import open_checkpoint
 from hf_efficient_attn.checkpoint.files import regular_file, short_name
-from hf_efficient_attn.checkpoint.source import FILE, INSTALL, PICKLES, check_hub_id, check_install
+from hf_efficient_attn.checkpoint.source import FILE, INSTALL, PICKLES, THIS_VERSION, check_hub_id, check_install
 from hf_efficient_attn.errors import UnsupportedAttentionError, clean
 from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, for_repository, update_card
 from hf_efficient_attn.io.json import encode_json, read_json_object
@@ -22,7 +22,7 @@ _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~"
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _NO_INSTALL = (
     "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be another "
-    "one: give --install with a URL (https://... or git+https://...) or a version (hf_efficient_attn==0.2.0); a push "
+    f"one: give --install with a URL (https://... or git+https://...) or a version ({THIS_VERSION}); a push "
     "with --yes stores it for later ones"
 )
 

@@ -57,7 +57,8 @@ class UptrainingCallback(TrainerCallback):
     Raises:
         UnsupportedAttentionError: when the Trainer is created or before the first step, if the model cannot take one of
             the stages, its wrappers cannot follow a switch, a stage has no step, the checkpoint has learned parameters
-            of none of the stages, or a stage is to be distilled and the training set can only be iterated.
+            of none of the stages or is in another stage than its step, because the number of steps has changed, or a
+            stage is to be distilled and the training set can only be iterated.
     """
 
     def __init__(
@@ -112,9 +113,22 @@ class UptrainingCallback(TrainerCallback):
             given = loader.dataset, loader.collate_fn, args.per_device_train_batch_size
             self._batches = switch.training_batches(*given, args.process_index, args.world_size)
         if state.global_step:
+            self._check_stage(state)
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
             schedule.step(model, None, state.global_step - 1)
+
+    def _check_stage(self, state: TrainerState) -> None:
+        """Refuse a number of steps by which the checkpoint would be in another stage than the one that it logged."""
+        stages, step = self.schedule.stages, state.global_step
+        logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
+        was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)].attention
+        if was != now:
+            raise UnsupportedAttentionError(
+                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to {now!r}: resume "
+                "with the number of steps of the original training. To train longer, give the ends of the stages as "
+                "numbers of steps"
+            )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
@@ -158,7 +172,8 @@ def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
         path = pathlib.Path(last)
         numbered = (path.with_name(f"incomplete-{path.name}-{number}") for number in itertools.count(1))
         target = path.rename(next(target for target in numbered if not target.exists()))
-        logger.warning(f"{path.name} is incomplete. It was renamed to {target.name}")
+        rest = "" if get_last_checkpoint(str(folder)) else "; no complete one is left: begin without a checkpoint"
+        logger.warning(f"{path.name} is incomplete. It was renamed to {target.name}{rest}")
 
 
 def is_complete(checkpoint: pathlib.Path) -> bool:

@@ -7,7 +7,6 @@
     python -m recipes.benchmarks.error --data DATA --model T5_FOLDER       (its encoder, with its bias by distance)
     python -m recipes.benchmarks.error --data DATA --alibi                 (MiniLM with the bias of ALiBi)
     python -m recipes.benchmarks.error --half bfloat16
-    python -m recipes.benchmarks.error --tokens 16384 --inputs 1 --seeds 1 --budget 64,256,1024 --tradeoff tradeoff.png
 
 The error is |A - E|_op / |E|_op for every layer and head, averaged, where E is the output of exact attention (N x Dv)
 and |.|_op the largest singular value. All methods have the same budget of exact columns (`with_budget`), or with
@@ -24,37 +23,30 @@ at its budget      the method in the dtype, against float64 with the same seed. 
 approximation      the method at that budget in float64, against exact attention in float64
 in all             the method at that budget in the dtype, against exact attention in float64
 
-With `--tradeoff` the heads are the first of every layer, and the methods are timed against exact attention in float32.
-Heads are padded with zeros to 64 dimensions for it, which most models have. A row is on the frontier if no other is
-both faster and more accurate.
-
 DATA holds `text/books/*.txt.gz` for MiniLM, or `models/deit-tiny-imagenet` and
 `images/imagenet1k-sample-original-100.zip` for DeiT.
 
-Duration: 2 minutes for the first command, 15 with `--tradeoff` on two idle cores, one with `--half`. Expected: the
-tables of docs/results.md. With `--half`, within its budget, no method has more than 3 times the error of exact
-attention in the same dtype.
+Duration: 2 minutes for the first command, one with `--half`. Expected: the tables of docs/results.md. With `--half`,
+within its budget, no method has more than 3 times the error of exact attention in the same dtype.
 """
 
 import contextlib
-import functools
 import itertools
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods, split_list
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.defaults import method_label
-from hf_efficient_attn.evaluation.timing import describe, processor_name, use_threads
-from hf_efficient_attn.io.writing import check_picture
+from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
 from recipes.common.gpu_model import rounding_of_a_gpu
@@ -67,10 +59,6 @@ from recipes.common.inputs import (
     minilm_activations,
     t5_activations,
 )
-from recipes.common.memory import paired
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 app = commands.new_app()
 
@@ -84,10 +72,6 @@ HALF_COLUMNS = {
     "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
 }  # fmt: skip
 COLUMNS = {"attention": "{method}", "budget": "{budget}", "error": "{error:.3f}{worse}", "deviation": "{deviation:.3f}"}
-TRADEOFF_COLUMNS = {
-    "attention": "{method}", "budget": "{budget}", "times faster": "{ratio:.2g}",
-    "min..max": "{ratio_min:.2g}..{ratio_max:.2g}", "error": "{error:.3g}", "on the frontier": "{best}",
-}  # fmt: skip
 
 
 def read(model: str, data: pathlib.Path, count: int, length: int) -> list[Activation]:
@@ -181,47 +165,6 @@ def measure_half(
     return rows
 
 
-@torch.inference_mode()
-def add_speed(
-    rows: Sequence[dict[str, Any]], configs: Sequence[MethodConfig], one: Activation, rounds: int, causal: bool
-) -> None:
-    """Add the time of each row's config, as a multiple of exact attention's speed, and whether no row is superior."""
-    wide = [pad(x, (0, max(0, 64 - x.shape[3]))) for x in one[1:4]]
-    options = {"scale": one.scale, "is_causal": causal}
-    calls = {str(i): functools.partial(hea.attention, config, *wide, **options) for i, config in enumerate(configs)}
-    timed = paired(functools.partial(scaled_dot_product_attention, *wide, **options), calls, rounds)[1]
-    for row, timing in zip(rows, timed.values(), strict=True):
-        row |= timing._asdict() | {"unsteady": timing.unsteady}
-    best = frontier(rows)
-    for row in rows:
-        row["best"] = "yes" if row in best else ""
-
-
-def frontier(rows: Sequence[commands.Row]) -> list[commands.Row]:
-    """The rows to which no other is superior in both speed and error, fastest first."""
-    found: list[commands.Row] = []
-    for row in sorted(rows, key=lambda row: (-row["ratio"], row["error"])):
-        if not found or row["error"] < found[-1]["error"]:
-            found.append(row)
-    return found
-
-
-def draw(rows: Sequence[commands.Row], title: str) -> "Figure":
-    """Error against speed, both logarithmic, with a line for each method and a thick grey line for the frontier."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 5), layout="constrained", facecolor="white")
-    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="times faster", ylabel="relative error", title=title)
-    lines = {"frontier": frontier(rows)}
-    for row in rows:
-        lines.setdefault(row["method"], []).append(row)
-    for (label, points), marker in zip(lines.items(), itertools.cycle("osD^vP*X<>d"), strict=False):
-        wide = {"color": "0.85", "linewidth": 9} if label == "frontier" else {"marker": marker}
-        axes.plot([row["ratio"] for row in points], [row["error"] for row in points], label=label, **wide)
-    figure.legend(loc="outside right upper", fontsize=7.5, frameon=False)
-    return figure
-
-
 @app.command(epilog="Example: python -m recipes.benchmarks.error --data data --budget 64,128,256 --csv error.csv")
 def error(
     model: commands.option(
@@ -247,27 +190,18 @@ def error(
     as_gpu: commands.option(bool, "With --half: round as the kernels of a GPU do.", "--as-gpu") = False,
     with_alibi: commands.option(bool, "Add the bias by distance of ALiBi to the scores.", "--alibi") = False,
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
-    tradeoff: commands.option(
-        pathlib.Path | None,
-        "Time the methods too, on a head of each layer, and draw the error against the speed.",
-        metavar="FILE",
-        callback=commands.checked(check_picture),
-    ) = None,
-    rounds: commands.Rounds = 3,
     csv: commands.Csv = None,
 ) -> None:
     """Measure the relative operator-norm error of the methods on real activations, at budgets of exact columns."""
     if defaults and (budget or half):
         raise UnsupportedAttentionError("--defaults measures without a budget: leave out --budget and --half")
-    if tradeoff and half:
-        raise UnsupportedAttentionError("--tradeoff measures in float32: leave out --half")
     dtypes, model = split_list(half), model or ("random" if half else "minilm")
     length = tokens or (1024 if half else 512)
     commands.check_known("--half", dtypes, ("bfloat16", "float16"))
     commands.check_known("--model", [] if pathlib.Path(model).is_dir() else [model], (*MODELS, "a folder"))
     biased = with_alibi or model not in MODELS
-    if biased and (half or tradeoff):
-        raise UnsupportedAttentionError("--half and --tradeoff measure without a bias: leave out --alibi and a T5")
+    if biased and half:
+        raise UnsupportedAttentionError("--half measures without a bias: leave out --alibi and a T5")
     if as_gpu and not half:
         raise UnsupportedAttentionError("--as-gpu: float32 is not rounded; give --half bfloat16")
     # Causal forms always have a window as near field, whatever `near_field` is.
@@ -285,23 +219,18 @@ def error(
         raise UnsupportedAttentionError(f"{', '.join(named)} have no {form}; choose other methods")
     budgets: list[int | None] = [None] if defaults else [*(parse_lengths(budget) or [256 if model == "deit" else 128])]
     # Refuses budgets that a method cannot have before the work.
-    sized = [c if n is None else c.with_budget(n) for n, c in itertools.product(budgets, configs.values())]
+    for columns, config in itertools.product(filter(None, budgets), configs.values()):
+        config.with_budget(columns)
     with use_threads(threads):
         activations = read(model, commands.data_folder(data), inputs or (1 if half else 3), length)
         if with_alibi:
             table = alibi(*activations[0].query.shape[1:3])
             activations = [one._replace(bias=table) for one in activations]
-        if tradeoff:
-            # The first heads of all layers and inputs, as the heads of one call.
-            heads = (torch.cat([one[i][:, :1] for one in activations], 1) for i in (1, 2, 3))
-            activations = [Activation(0, *heads, activations[0].scale)]
         if half:
             with rounding_of_a_gpu() if as_gpu else contextlib.nullcontext():
                 rows = measure_half(configs, activations, dtypes, budgets[0], causal)
         else:
             rows = measure(list(configs.values()), activations, budgets, seeds, causal)
-            if tradeoff:
-                add_speed(rows, sized, activations[0], rounds, causal)
             mean = mean_error(activations, exact_outputs(activations, causal), causal)
     (_, num_heads, length, head_dim), layers = activations[0].query.shape, len({one.layer for one in activations})
     title = (
@@ -310,13 +239,6 @@ def error(
     )
     if half:
         commands.report(rows, HALF_COLUMNS, f"{title}; budget {budgets[0]}. Relative Frobenius norm.", csv=csv)
-        return
-    if tradeoff:
-        machine = {"cpu": processor_name(), "threads": threads or torch.get_num_threads()}
-        machine |= {"device": "cpu", "dtype": "float32"}
-        note = f"{title}. {describe(machine)}, torch {torch.__version__}, median of rounds: {rounds}."
-        commands.report(rows, TRADEOFF_COLUMNS, note, csv=csv)
-        commands.save(draw(rows, title), tradeoff)
         return
     note = f"{title}. Relative operator norm, mean over heads, layers and inputs; {seeds} seeds for random methods.\n"
     rows = [{**row, "worse": " *" * (row["error"] > mean)} for row in rows]

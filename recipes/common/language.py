@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.utils import ModelOutput
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.conversion.convert import is_rotary, num_positions
 from hf_efficient_attn.errors import unknown_name
 from hf_efficient_attn.io.reading import special_tokens
 from recipes.common import arguments, training
@@ -207,8 +207,7 @@ class TextArguments:
         if self.block_size is None:
             return min(DEFAULT_BLOCK, positions or DEFAULT_BLOCK)
         if positions is not None and self.block_size > positions:
-            rotary = getattr(model.config, "rope_parameters", None) is not None
-            way = "--config_overrides max_position_embeddings=" if rotary else "--extend_positions "
+            way = "--config_overrides max_position_embeddings=" if is_rotary(model.config) else "--extend_positions "
             raise ValueError(
                 f"--block_size {self.block_size} exceeds the model's {positions} positions: give {way}{self.block_size}"
             )

@@ -259,6 +259,12 @@ def test_pays_from(speeds, expected, where):
     assert found["pays_from"] == {"m": expected} and where in found["summary"][0]
 
 
+def test_a_method_is_not_decided_before_the_greatest_length():
+    rows = [_row("sdpa", 1.0, 0.0, 2048), _row("m", 1.0, 0.1, 2048), _row("sdpa", 1.0, 0.0, 8192)]
+    (found,) = benchmark.conclude(rows, ["m"])["summary"]
+    assert found.startswith("m is not decided: it is 1.0 times") and "not measured at 8192" in found
+
+
 @pytest.mark.parametrize("method", ["longformer", "flurka_performer"])
 def test_a_converted_checkpoint_against_exact_attention(method, made, text, tmp_path):
     """With its own parameters, not those that a conversion starts from."""

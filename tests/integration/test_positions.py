@@ -5,10 +5,12 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.encoder_decoders import composite, tiny
+from hf_efficient_attn.evaluation.data import allow_length
 from tiny_models import generate, output, tiny_batch, tiny_model
 
 LEARNED = ["bert", "roberta", "distilbert", "gpt2"]
@@ -23,6 +25,19 @@ def model_of(family: str, head: bool = True):
     if family in LEARNED:
         return tiny_model(family, head=head, **({"n_ctx": 128} if family == "gpt2" else {}))
     return tiny({"opt": "OPT"}.get(family, family))
+
+
+def esm():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    positions = {"position_embedding_type": "rotary", "max_position_embeddings": 34}
+    return transformers.EsmModel(transformers.EsmConfig(vocab_size=33, pad_token_id=1, **sizes, **positions)).eval()
+
+
+def test_computed_positions_take_any_length():
+    model = esm()
+    assert "rotary" in allow_length(model, 64)
+    hea.convert(model, "longformer", window_size=8)
+    assert output(model, {"input_ids": torch.randint(4, 24, (1, 64))}).isfinite().all()
 
 
 def tables(model) -> list[torch.nn.Embedding]:
@@ -96,6 +111,7 @@ def test_wrappers_and_composites():
     ("make", "length", "method", "words"),
     [
         (lambda: tiny_model("llama"), 300, "tile", "rotary"),
+        (lambda: esm(), 300, "tile", "rotary"),
         (lambda: tiny_model("vit"), 300, "tile", "interpolate_pos_encoding"),
         (lambda: tiny("T5"), 300, "tile", "no learned table"),
         (lambda: tiny_model("roberta"), 127, "tile", "takes 128 tokens"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_efficient_attn as hea
 from each import close
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import inverse
@@ -55,6 +56,20 @@ def residual(query: Tensor, key: Tensor, near: NearField, key_mask: Tensor | Non
 
 MASKED = torch.arange(90) < torch.tensor([[90], [90], [61], [61]])
 each_mask = pytest.mark.parametrize("mask", [None, MASKED], ids=["", "masked"])
+
+
+@pytest.mark.parametrize("length", [700, 2000])
+@pytest.mark.parametrize("near_field", ["lsh", "window"])
+def test_padding_changes_no_sample(near_field, length):
+    """A sum that is rounded differently would change the weights, and in the next layer also the sample."""
+    tensors = [numbers(1, 2, length + 90, 8, seed=i).float() for i in range(3)]
+    mask = torch.arange(length + 90)[None] < length
+    config = hea.KDEformerConfig(near_field=near_field, block_size=128, num_samples=128)
+    alone = hea.attention(config, *(x[:, :, :length] for x in tensors))
+    assert torch.equal(hea.attention(config, *tensors, attention_mask=mask)[:, :, :length], alone)
+    assert torch.equal(
+        hea.attention(config, *(x[:, :, :length] for x in tensors), attention_mask=mask[:, :length]), alone
+    )
 
 
 @pytest.mark.parametrize("independent", [False, True])

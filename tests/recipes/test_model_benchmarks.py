@@ -174,23 +174,6 @@ def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, table)
     assert (row["heads"], row["approximated"], row["missed"]) == ("4", "3", "1")
 
 
-# --- error against speed ---
-
-
-def test_the_tradeoff_is_measured_and_drawn(activations, tmp_path, table):
-    picture = tmp_path / "tradeoff.png"
-    words = "--method longformer,linear --budget 4,16 --seeds 1 --rounds 1 --threads 1 --tradeoff"
-    rows, printed = table(error, words, picture)
-    names = [(row["method"], row["budget"]) for row in rows]
-    assert names == [("longformer", "4"), ("linear", "4"), ("longformer", "16"), ("linear", "16")]
-    assert float(rows[0]["error"]) > float(rows[2]["error"]) and all(float(row["ratio"]) > 0 for row in rows)
-    assert "on the frontier" in printed and "2 heads of 8" in printed, "the first head of each of two layers"
-    assert picture.stat().st_size > 10_000
-    given = (("a", 2, 0.1), ("b", 4, 0.3), ("c", 3, 0.3), ("d", 8, 0.5), ("e", 2, 0.2))
-    rows = [{"method": name, "ratio": ratio, "error": error} for name, ratio, error in given]
-    assert [row["method"] for row in error.frontier(rows)] == ["d", "b", "a"]
-
-
 # --- tasks ---
 
 

@@ -105,10 +105,9 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     if norms is not None:
         norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)  # (BH, 1)
         scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))  # (BH, G, Nk)
-    count: Tensor | int = value.shape[1]
+    count = scores.new_full((1, 1, 1), value.shape[1])  # a quotient of numbers would be rounded differently
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask.unsqueeze(1), 0.0)
-        # A quotient with an integer would have the default dtype.
         count = key_mask.sum(1)[:, None, None].clamp(min=1).to(acc_dtype)  # (BH, 1, 1)
     scores = scores + (scores.sum(2, keepdim=True) * (LEAST_SCORE / count) + tiny)
     return scores if key_mask is None else scores.masked_fill_(~key_mask.unsqueeze(1), 0.0)
@@ -122,15 +121,18 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
     at a regular distance among the valid values, so that padding does not change the estimate.
     """
     kv_len = value.shape[1]
+    size = 2 * NORM_VALUES
     acc_dtype = accumulation_dtype(value.dtype)
     if key_mask is None:
         step = max(1, kv_len // NORM_VALUES)
-        sample = value[:, step // 2 :: step].to(acc_dtype)  # (BH, n, Dv)
+        sample = value[:, step // 2 :: step].to(acc_dtype)
         factor: Tensor | float = kv_len / sample.shape[1]
+        # Products of other sizes are rounded differently, and then padding could change the sample.
+        sample = pad(sample, (0, 0, 0, size - sample.shape[1]))  # (BH, n, Dv)
     else:
         count = key_mask.sum(1, keepdim=True)
         distance = (count // NORM_VALUES).clamp(min=1)
-        rank = distance // 2 + integers(min(kv_len, 2 * NORM_VALUES), value.device) * distance  # (BH, n)
+        rank = distance // 2 + integers(size, value.device) * distance  # (BH, n)
         # The key of rank r is the first with r + 1 valid keys up to it.
         index = torch.searchsorted(key_mask.cumsum(1), rank + 1).clamp(max=kv_len - 1)
         valid = rank < count
