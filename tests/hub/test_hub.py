@@ -60,6 +60,13 @@ def test_front_matter(tmp_path):
     assert "\n# tiny-kdeformer\n" in text
 
 
+@pytest.mark.parametrize("architecture", ["ViTForImageClassification", "Dinov2ForImageClassification"])
+def test_the_card_says_how_to_give_larger_pictures(architecture, tmp_path):
+    text = card_of(tmp_path, config=config_json(architecture=architecture))
+    assert 'pipeline("image-classification"' in text
+    assert ("interpolate_pos_encoding=True" in text) == architecture.startswith("ViT")
+
+
 @pytest.mark.parametrize("method", hea.available_methods())
 def test_every_method_has_a_card(method, tmp_path):
     text = card_of(tmp_path, config=config_json(method), benchmark=converted.benchmark(method))
