@@ -60,8 +60,9 @@ def check_inputs(
     refuse_long_input(model, given)
     requested = given.get("output_attentions")
     refuse_attentions(name, model.config.output_attentions if requested is None else requested)
-    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    return (args, {**kwargs, "use_cache": False}) if is_packed and takes_cache else None
+    if is_packed and "use_cache" in inspect.signature(model.forward).parameters:
+        return args, {**kwargs, "use_cache": False}
+    return None
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

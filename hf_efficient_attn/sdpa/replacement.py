@@ -26,6 +26,10 @@ from hf_efficient_attn.sdpa.choice import SHORT, Chooser
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # The attribute in which the module that `torch.compile` returns holds the module that it was given.
 _COMPILED = "_orig_mod"
+_NO_CALL = (
+    "no call of scaled_dot_product_attention or nn.MultiheadAttention: the model has not run yet, or computes attention "
+    "itself (in timm, set TIMM_FUSED_ATTN=1 before the import)"
+)
 
 
 class _Running(threading.local):
@@ -98,9 +102,10 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
             method = self.config.switches_to or self.config.method
             lines.append(
                 f"min_length was not given: it is the length from which on {method} is faster on this machine, which "
-                f"`hf-efficient-attn crossover --method {method}` measures, and a built-in estimate before."
+                f"`hf-efficient-attn crossover --method {method}` measures, and a built-in estimate before. "
+                "Give min_length to replace shorter calls, too."
             )
-        return "\n".join(lines) or "no call of scaled_dot_product_attention or nn.MultiheadAttention yet"
+        return "\n".join(lines) or _NO_CALL
 
     def remove(self) -> None:
         """Make all attention of the model exact again."""

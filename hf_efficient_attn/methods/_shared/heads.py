@@ -136,6 +136,8 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 
 def decode_exactly(config: object, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Decode a few tokens with exact attention to all cached keys, which costs as much as reading the cache."""
+    if query.shape[2] == 1 and options.key_mask is None and options.distance_bias is None:  # it attends to every key
+        return exactly(query, key, value, options._replace(is_causal=False))
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p, "with_lse": options.with_lse}
     return biased_exact(query, key, value, None, options.key_mask, is_causal=True, **call)
 
