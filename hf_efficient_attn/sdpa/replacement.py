@@ -27,7 +27,7 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # The attribute in which the module that `torch.compile` returns holds the module that it was given.
 _COMPILED = "_orig_mod"
 _NO_CALL = (
-    "no call of scaled_dot_product_attention or nn.MultiheadAttention: the model has not run yet, or computes attention "
+    "no call of scaled_dot_product_attention or nn.MultiheadAttention: the model has not run, or computes attention "
     "itself (in timm, set TIMM_FUSED_ATTN=1 before the import)"
 )
 
