@@ -19,7 +19,7 @@ README.md, the pages of docs/, model_cards/ and recipes/README.md mark the place
 `--write` replaces what is between the marks. A test compares the pages with the file.
 
 Commands run in the folder `--work`. What the commands of `prepare` make there, such as a trained model, is not made
-again, so a kept folder continues. Duration: about half a day on two idle cores without training (`--no-training`), and
+again, so a kept folder continues. Duration: about two and a half hours on two idle cores without training (`--no-training`), and
 days with it. Expected: the tables of the documentation.
 """
 
