@@ -19,8 +19,8 @@ README.md, the pages of docs/, model_cards/ and recipes/README.md mark the place
 `--write` replaces what is between the marks. A test compares the pages with the file.
 
 Commands run in the folder `--work`. What the commands of `prepare` make there, such as a trained model, is not made
-again, so a kept folder continues. Duration: about two and a half hours on two idle cores without training (`--no-training`), and
-days with it. Expected: the tables of the documentation.
+again, so a kept folder continues. Duration: two to three hours on two idle cores without training (`--no-training`),
+and days with it. Expected: the tables of the documentation.
 """
 
 import csv
@@ -264,11 +264,13 @@ def origin(entry: Mapping[str, Any]) -> str:
 
 
 def machines_text(figures: Mapping[str, Any], folder: pathlib.Path, homes: Mapping[str, pathlib.Path]) -> str:
-    """The tables by their origin, with links to the pages that have them, for a page in a folder."""
+    """The tables by their origin, with links to the pages of a folder that have them."""
     found: dict[str, list[str]] = {}
     for name, entry in figures.items():
-        link = pathlib.Path(os.path.relpath(homes[name], folder)).as_posix() if name in homes else ""
-        found.setdefault(origin(entry), []).append(f"[{name}]({link})" if link else name)
+        home = homes.get(name)
+        is_inside = home is not None and home.is_relative_to(folder)
+        shown_as = f"[{name}]({home.relative_to(folder).as_posix()})" if home is not None and is_inside else name
+        found.setdefault(origin(entry), []).append(shown_as)
     lines = [f"| {where} | {', '.join(names)} |" for where, names in found.items()]
     return "\n".join(["| origin | tables |", "|---|---|", *lines])
 
@@ -319,8 +321,9 @@ def pages(figures: Mapping[str, Any]) -> dict[pathlib.Path, str]:
     paths += [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "model_cards").glob("*.md"))]
     texts = {path: path.read_text(encoding="utf-8") for path in paths}
     specs = read_specs()
+    included = {ROOT / "recipes" / "README.md": ROOT / "docs" / "recipes.md"}
     homes = {
-        name: path
+        name: included.get(path, path)
         for wanted in ("table", "figures")
         for path, text in texts.items()
         for _, kind, name, _ in _PART.findall(text)
