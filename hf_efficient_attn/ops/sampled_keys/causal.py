@@ -35,6 +35,7 @@ from hf_efficient_attn.ops.sampled_keys.intervals import (
     sampled_intervals,
 )
 from hf_efficient_attn.ops.sampled_keys.sampling import (
+    NORM_VALUES,
     FarField,
     SamplingOptions,
     column_scores,
@@ -103,7 +104,7 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
         norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)  # (BH J, 1, L)
     elif options.scores == "uniform":
         return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)
-    return column_scores(value.flatten(0, 1), norms, None)
+    return column_scores(value.flatten(0, 1), norms, None, size=min(length, 2 * NORM_VALUES))
 
 
 @in_float64

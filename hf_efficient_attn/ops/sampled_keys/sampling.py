@@ -88,13 +88,14 @@ def row_weights(
     return scores.softmax(2).nan_to_num_(0.0)
 
 
-def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) -> Tensor:
+def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None, size: int = 2 * NORM_VALUES) -> Tensor:
     """Compute unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
 
     Args:
         value: (BH, Nk, Dv).
         norms: (BH, G, Nk), the squared column norms, or None.
         key_mask: bool (BH, Nk), True for valid keys, or None.
+        size: see `sampled_norm_squared`.
 
     Returns:
         (BH, G, Nk), where G is 1 without `norms`.
@@ -103,7 +104,7 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     tiny = torch.finfo(acc_dtype).tiny
     scores: Tensor = torch.linalg.vector_norm(value, dim=2, dtype=acc_dtype).square_().unsqueeze(1)  # (BH, 1, Nk)
     if norms is not None:
-        norm_squared = sampled_norm_squared(value, key_mask).clamp_(min=tiny)  # (BH, 1)
+        norm_squared = sampled_norm_squared(value, key_mask, size).clamp_(min=tiny)  # (BH, 1)
         scores = torch.addcdiv(norms, scores, norm_squared.unsqueeze(2))  # (BH, G, Nk)
     count = scores.new_full((1, 1, 1), value.shape[1])  # a quotient of numbers would be rounded differently
     if key_mask is not None:
@@ -113,21 +114,20 @@ def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None) 
     return scores if key_mask is None else scores.masked_fill_(~key_mask.unsqueeze(1), 0.0)
 
 
-def sampled_norm_squared(value: Tensor, key_mask: Tensor | None) -> Tensor:
+def sampled_norm_squared(value: Tensor, key_mask: Tensor | None, size: int = 2 * NORM_VALUES) -> Tensor:
     """Estimate |V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
 
     The estimate is an upper bound, and close if one direction prevails. It only balances two terms of a sampling
     distribution. On activations of BERT and DeiT the errors with it and with the power method are equal. The values lie
-    at a regular distance among the valid values, so that padding does not change the estimate.
+    at a regular distance among the valid values. Zeros follow up to `size` values: products of other sizes are rounded
+    differently, and then padding could change the sample.
     """
     kv_len = value.shape[1]
-    size = 2 * NORM_VALUES
     acc_dtype = accumulation_dtype(value.dtype)
     if key_mask is None:
         step = max(1, kv_len // NORM_VALUES)
         sample = value[:, step // 2 :: step].to(acc_dtype)
         factor: Tensor | float = kv_len / sample.shape[1]
-        # Products of other sizes are rounded differently, and then padding could change the sample.
         sample = pad(sample, (0, 0, 0, size - sample.shape[1]))  # (BH, n, Dv)
     else:
         count = key_mask.sum(1, keepdim=True)
