@@ -76,6 +76,7 @@ class Spec(NamedTuple):
     order: str | None = None
     training: bool = False
     rows: Sequence[str] = ()
+    elsewhere: Sequence[str] = ()
 
     @property
     def headers(self) -> list[str]:
@@ -210,16 +211,25 @@ def encoded(figures: Mapping[str, Any]) -> bytes:
 
 
 def measure(
-    specs: Mapping[str, Spec], output: pathlib.Path, data: pathlib.Path, work: pathlib.Path
+    specs: Mapping[str, Spec], output: pathlib.Path, data: pathlib.Path, work: pathlib.Path, *, elsewhere: bool = False
 ) -> Iterator[tuple[str, Exception]]:
-    """Measure tables one after the other, and write each to the file at once. Yields those that fail, and why."""
+    """Measure tables one after the other, and write each to the file at once. Yields those that fail, and why.
+
+    With `elsewhere`, as the figures of another processor beside those in the file.
+    """
     for number, (name, spec) in enumerate(specs.items(), 1):
         typer.echo(f"[{number} of {len(specs)}] {name}", err=True)
         try:
-            rows = measured(spec, data, work)
+            stored = read_json_object(output) if output.exists() else {}
+            if elsewhere and name not in stored:
+                raise ValueError("the file has no figures beside which these could stand")
+            rows = measured(spec._replace(keep={}) if elsewhere else spec, data, work)
             entry = {"commands": list(spec.commands), "machine": machine(spec.commands)}
             entry |= {"date": datetime.date.today().isoformat(), "revision": revision(), "rows": rows}
             stored = read_json_object(output) if output.exists() else {}
+            before = stored.get(name, {})
+            known_elsewhere = {key: before[key] for key in ("elsewhere",) if key in before}
+            entry = before | {"elsewhere": entry} if elsewhere else entry | known_elsewhere
             known = {one: stored.get(one) for one in read_specs()} | {name: entry}
             with replacing(output) as draft:
                 draft.write_bytes(encoded({one: found for one, found in known.items() if found}))
@@ -250,11 +260,21 @@ def table_text(spec: Spec, figures: Mapping[str, Any], name: str) -> str:
         values = {one: entry["rows"] for one, entry in figures.items()}
         headers, lines = spec.headers, [row.format_map(values) for row in spec.rows]
     else:
-        rows = figures[name]["rows"]
-        used = {h: column for h, column in spec.columns.items() if any(row.get(h) is not None for row in rows.values())}
+        rows, columns, second = figures[name]["rows"], dict(spec.columns), figures[name].get("elsewhere")
+        if second:
+            again = {f"{header}, {processor(second)}": header for header in spec.elsewhere}
+            columns |= {named: columns[header] for named, header in again.items()}
+            values = {label: second["rows"].get(label, {}) for label in rows}
+            rows = {k: row | {named: values[k].get(h) for named, h in again.items()} for k, row in rows.items()}
+        used = {h: column for h, column in columns.items() if any(row.get(h) is not None for row in rows.values())}
         headers = [*spec.headers, *used]
         lines = [" | ".join([label, *(shown(row.get(h), c) for h, c in used.items())]) for label, row in rows.items()]
     return "\n".join([f"| {' | '.join(headers)} |", "|---" * len(headers) + "|", *(f"| {line} |" for line in lines)])
+
+
+def processor(entry: Mapping[str, Any]) -> str:
+    """The first words of a machine, such as "AMD EPYC"."""
+    return entry["machine"].partition(" (")[0]
 
 
 def origin(entry: Mapping[str, Any]) -> str:
@@ -270,7 +290,8 @@ def machines_text(figures: Mapping[str, Any], folder: pathlib.Path, homes: Mappi
         home = homes.get(name)
         is_inside = home is not None and home.is_relative_to(folder)
         shown_as = f"[{name}]({home.relative_to(folder).as_posix()})" if home is not None and is_inside else name
-        found.setdefault(origin(entry), []).append(shown_as)
+        for one in filter(None, (entry, entry.get("elsewhere"))):
+            found.setdefault(origin(one), []).append(shown_as)
     lines = [f"| {where} | {', '.join(names)} |" for where, names in found.items()]
     return "\n".join(["| origin | tables |", "|---|---|", *lines])
 
@@ -309,7 +330,9 @@ def filled(
         if kind == "figures":
             lines = [*spec.prepare.values(), *figures[name]["commands"]]
             parts = ["```bash\n" + "\n".join(map(wrapped, lines)) + "\n```"]
-            text += f"\n\n*{origin(figures[name])}.*"
+            second = figures[name].get("elsewhere") if spec.elsewhere else None
+            also = second and f" Columns with {processor(second)}: {origin(second)[0].lower()}{origin(second)[1:]}."
+            text += f"\n\n*{origin(figures[name])}.{also or ''}*"
         return "\n".join([start, "\n\n".join([*parts, text]), "", ""])
 
     return _PART.sub(fill, page)
@@ -353,6 +376,9 @@ def results(
         pathlib.Path | None, "Folder of the commands. [default: a temporary one]", metavar="FOLDER"
     ) = None,
     write: commands.option(bool, "Measure nothing, and write the tables of the pages.", "--write") = False,
+    elsewhere: commands.option(
+        bool, "Keep the figures of the file, and add these as columns of another processor.", "--elsewhere"
+    ) = False,
 ) -> None:
     """Measure the figures of the documentation, or write its tables."""
     if write:
@@ -368,7 +394,7 @@ def results(
     with tempfile.TemporaryDirectory() as temporary:
         place = (work or pathlib.Path(temporary)).resolve()
         place.mkdir(parents=True, exist_ok=True)
-        failed = dict(measure(chosen, output.resolve(), folder, place))
+        failed = dict(measure(chosen, output.resolve(), folder, place, elsewhere=elsewhere))
     typer.echo(
         f"{len(chosen) - len(failed)} of {len(chosen)} tables are measured; --write shows them in the pages", err=True
     )

@@ -15,7 +15,7 @@ from hf_efficient_attn.analysis.matrices import check_dense, operator_norm
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.backends.devices import in_float64
 
-__all__ = ["OrderRatios", "head_to_tail", "order_statistics_ratio", "singular_values", "stable_rank"]
+__all__ = ["OrderRatios", "head_to_tail", "order_statistics_ratio", "stable_rank"]
 
 # Largest size of a kernel matrix, and largest shorter side of a matrix to decompose: some minutes on one core.
 _MAX_TOKENS = 4096
@@ -151,23 +151,6 @@ def _check_tokens(query: Tensor, key: Tensor) -> None:
             f"the kernel matrix of {query.shape[-2]} tokens would be sorted for every prefix, which takes too long; "
             f"take {_MAX_TOKENS} tokens or fewer, such as query[..., :{_MAX_TOKENS}, :]"
         )
-
-
-@in_float64
-@torch.no_grad()
-def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values in descending order: (..., N, M) -> float64 (..., min(N, M)).
-
-    Raises:
-        UnsupportedAttentionError: not a floating-point matrix, or one whose decomposition takes more than minutes.
-    """
-    _check_matrix("singular_values", matrix)
-    if min(matrix.shape[-2:]) > _MAX_TOKENS:
-        raise UnsupportedAttentionError(
-            f"singular_values: decomposing a matrix of {matrix.shape[-2]} x {matrix.shape[-1]} takes too long; give "
-            f"{_MAX_TOKENS} queries or keys, or fewer"
-        )
-    return torch.linalg.svdvals(matrix.double())  # type: ignore[no-any-return]
 
 
 @in_float64

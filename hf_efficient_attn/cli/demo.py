@@ -24,15 +24,13 @@ _NEXT = (
 
 _method = "NAME or NAME:key=value; repeated or separated by commas. [default: auto, nearfar]"
 _length = "Numbers of tokens, 512 to 16384; repeated or separated by commas. [default: 512,8192]"
-_plot = "Measure the errors of layers too, and draw them and the speed-up by length."
 
 
-@common.command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192 --plot demo.png")
+@common.command("demo --method nearfar --method kdeformer:near_field=window --length 1024,8192")
 def demo(
     method: Annotated[list[str], common.names_option(_method)] = [],  # noqa: B006 (typer copies it)
     length: Annotated[list[str], typer.Option(metavar="N", show_default=False, help=_length)] = [],  # noqa: B006
     setting: common.Settings = [],  # noqa: B006
-    plot: Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=_plot)] = None,
     minutes: common.Minutes = None,
     threads: common.Threads = None,
     device: common.Device = None,
@@ -44,8 +42,6 @@ def demo(
     """
     from hf_efficient_attn.evaluation.comparison import Procedure
     from hf_efficient_attn.evaluation.defaults import default_methods
-    from hf_efficient_attn.evaluation.pictures import draw_benchmark
-    from hf_efficient_attn.io.writing import check_picture
 
     methods = common.parse_methods(method or default_methods(purpose="demo"), setting)
     lengths = common.parse_lengths(length) if length else _LENGTHS
@@ -54,14 +50,10 @@ def demo(
     for tokens in lengths:
         if not 512 <= tokens <= 16384:
             raise UnsupportedAttentionError(f"a length of {tokens} is not between 512 and 16384 tokens")
-    if plot is not None:
-        check_picture(plot)
-    procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device), errors=plot is not None)
+    procedure = Procedure(rounds=2, memory=False, rows=1, device=common.parse_device(device), errors=False)
     report = Report(procedure, is_silent=as_json)
     result, status = report.run(minutes, threads, minilm_folder(), methods, lengths)
-    if plot is not None:
-        draw_benchmark(result, plot)
-    report.conclude(result, _PURPOSE, *[f"Written: {plot}"] * (plot is not None), _NEXT)
+    report.conclude(result, _PURPOSE, _NEXT)
     raise typer.Exit(status)
 
 

@@ -26,18 +26,16 @@ def push(
     repository: Annotated[str, typer.Argument(metavar="ORG/NAME", help=_repository)],
     private: Annotated[bool, typer.Option("--private", help="Create it as a private repository.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help=_yes)] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent, as without --yes.")] = False,
     install: Annotated[str | None, typer.Option(metavar="URL_OR_REQUIREMENT", help=_install)] = None,
     show_card: Annotated[bool, typer.Option("--show-card", help=_card)] = False,
-    message: Annotated[str | None, typer.Option(metavar="TEXT", help="Title of the commit.")] = None,
     as_json: Json = False,
 ) -> None:
     """Push a converted checkpoint to the Hugging Face Hub. Without --yes, only list what would be sent."""
     from hf_efficient_attn import hub
 
-    if yes and (dry_run or show_card):
-        raise UnsupportedAttentionError("--dry-run and --show-card send nothing: leave them out, or leave out --yes")
-    report = hub.push(folder, repository, private=private, install=install, message=message) if yes else None
+    if yes and show_card:
+        raise UnsupportedAttentionError("--show-card sends nothing: leave it out, or leave out --yes")
+    report = hub.push(folder, repository, private=private, install=install) if yes else None
     plan = report.plan if report else hub.plan_push(folder, repository, install=install)
     size = sum(size for _, size in plan.files)
     if as_json:

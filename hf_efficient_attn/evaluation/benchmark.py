@@ -23,7 +23,14 @@ from transformers import PreTrainedModel
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
 from hf_efficient_attn.evaluation import capture, defaults, timing
-from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
+from hf_efficient_attn.evaluation.comparison import (
+    AGREEMENT,
+    ERROR_INPUTS,
+    LengthComparison,
+    Procedure,
+    chunk_label,
+    make_variants,
+)
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.integration import distance_bias, models, refusals, switching
@@ -207,7 +214,10 @@ def _make_plan(
     passes, steps = max(how.rounds, batches), []
     for length in lengths:
         exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
-        costs = {EXACT: passes * exact, **dict.fromkeys(labels, passes * method + exact)}
+        # The errors of the layers are measured with exact attention: a pass that computes it twice, and all methods.
+        errors = (1 if how.is_first else ERROR_INPUTS) * (2 * exact + len(labels) * method)
+        first = passes * exact + errors * (data.is_real and how.errors)
+        costs = {EXACT: first, **dict.fromkeys(labels, passes * method + exact)}
         if chunk is not None and length > chunk:
             costs[chunk_label(chunk)] = passes * length * (per_token + per_key * chunk)
         steps += [Step(f"{label} at {length} tokens", cost, (length, label)) for label, cost in costs.items()]
@@ -226,6 +236,13 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
         notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
     if not data.is_real:
         notes.append("The data are generated: random pixels. Time and memory are measured, but no errors.")
+    same: dict[str, list[str]] = {}  # method -> lengths at which it has computed exact attention
+    for row in rows:
+        if row["attention"] != EXACT and row["output_error"] == 0:
+            same.setdefault(row["attention"], []).append(str(row["length"]))
+    if same:
+        where = "; ".join(f"{label} at {', '.join(lengths)} tokens" for label, lengths in same.items())
+        notes.append(f"Exact attention was computed by {where}, which a method does within its budget or its bound.")
     if any(timing_of(row).unsteady for row in rows):
         notes.append(timing.UNSTEADY)
     if chunk is not None and any(row["attention"] == chunk_label(chunk) for row in rows):

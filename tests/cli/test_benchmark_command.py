@@ -433,7 +433,7 @@ def test_all_lengths_are_measured_once_before_any_is_measured_in_full(made, text
     options = {"data": text, "procedure": Procedure(rounds=10, memory=False)}
     execution = lambda minutes: Execution(minutes, _start=clock[0])  # noqa: E731
     labels = [(length, label) for length in (30, 60, 90) for label in ("sdpa", "window")]
-    found = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60, 90], execution=execution(16 / 60), **options)
+    found = benchmark.benchmark_checkpoint(made("bert"), WINDOW, [30, 60, 90], execution=execution(14 / 60), **options)
     assert seen == [(*one, 1) for one in labels]  # on one batch each
     assert (found["left_out"], len(found["only_first"]), found["complete"]) == ([], 6, False)
     assert has_note(found, "Not complete. Measured once only: sdpa at 30 tokens, window at 30 tokens, sdpa at 60")

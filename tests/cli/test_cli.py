@@ -77,7 +77,8 @@ def test_info_describes_every_hyperparameter(name, capsys):
 def test_a_missing_package_is_named_with_a_remedy(package, monkeypatch, tmp_path, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-    assert "pip install" in refused(capsys, "demo", "--plot", tmp_path / "picture.png")
+    line = ("demo",) if package.startswith("gt") else ("benchmark", "gpt2", "--output", tmp_path / "out")
+    assert "pip install" in refused(capsys, *line)
 
 
 @pytest.mark.parametrize(
@@ -153,23 +154,20 @@ def test_the_demo(made, tmp_path, monkeypatch, capsys):
     result = run_json(capsys, *line, "512", "--minutes", "0.000001")
     assert [row["attention"] for row in result["measurements"]] == ["sdpa"]
     assert result["left_out"][-1] == "sdpa, chunks of 128 at 512 tokens"
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(comparison.LengthComparison, "measure", interrupt)
-    assert shown(capsys, *line, "512", "--plot", tmp_path / "demo.png", status=130).err == NOTHING_COMPLETE
-    assert not list(tmp_path.iterdir())
+    assert shown(capsys, *line, "512", status=130).err == NOTHING_COMPLETE
 
 
 @pytest.mark.exhaustive
-def test_the_demo_of_minilm(minilm, figures, tmp_path, capsys):
-    result = run_json(capsys, "demo", "--length", "512,1024", "--plot", tmp_path / "demo.png")
+def test_the_demo_of_minilm(minilm, capsys):
+    result = run_json(capsys, "demo", "--length", "512,1024")
     measured = {(row["attention"], row["length"]): row for row in result["measurements"]}
     assert 0.8 < measured.pop(("sdpa, chunks of 512", 1024))["agreement"] < 0.999
     assert set(measured) == {(name, n) for name in ("sdpa", "auto", "nearfar") for n in (512, 1024)}
     for n in (512, 1024):
         auto = measured["auto", n]  # short: exact, the same computation, whose ratio is not a matter of noise
-        assert auto["error"] < 1e-5 and auto["agreement"] > 0.99999 and auto["speed_up"] == 1.0
-        assert 0.01 < measured["nearfar", n]["error"] < 0.2
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+        assert auto["output_error"] < 1e-5 and auto["agreement"] > 0.99999 and auto["speed_up"] == 1.0
+        assert 0.01 < measured["nearfar", n]["output_error"] < 0.3
 
 
 # In a new process.

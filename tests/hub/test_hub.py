@@ -412,11 +412,11 @@ def online(monkeypatch, tmp_path):
 
 
 def test_a_pushed_checkpoint_is_loaded_from_the_hub(online, made, tmp_path, capsys):
-    out, err = shown(capsys, "push", made, REPOSITORY, "--private", "--yes", "--message", "First")
+    out, err = shown(capsys, "push", made, REPOSITORY, "--private", "--yes")
     assert err == "" and f"{constants.ENDPOINT}/{REPOSITORY}" in out  # quiet when piped
     repository = online.repositories[REPOSITORY]
     names = sorted(path.name for path in made.iterdir())
-    assert repository.private and repository.commits == [("First", names)]
+    assert repository.private and repository.commits == [("kdeformer by hf_efficient_attn", names)]
     assert all(repository.files[name] == (made / name).read_bytes() for name in names if name != "README.md")
     model = transformers.AutoModelForMaskedLM.from_pretrained(REPOSITORY, cache_dir=tmp_path).eval()
     assert len(transformers.AutoTokenizer.from_pretrained(REPOSITORY, cache_dir=tmp_path)) == 60
@@ -427,7 +427,7 @@ def test_a_pushed_checkpoint_is_loaded_from_the_hub(online, made, tmp_path, caps
     assert any(line.startswith(f"GET /{REPOSITORY}/resolve/") for line in online.requests)
 
 
-def test_without_yes_or_with_dry_run_there_are_no_requests(folder, online, capsys):
+def test_without_yes_there_are_no_requests(folder, online, capsys):
     (folder / "README.md").unlink()
     _origin(folder, license=None)
     line = ("push", folder, REPOSITORY)
@@ -435,15 +435,13 @@ def test_without_yes_or_with_dry_run_there_are_no_requests(folder, online, capsy
     assert "(private)" in out and "Nothing was sent. Add --yes" in out
     names = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("|")][2:]
     assert names == sorted(path.name for path in folder.iterdir())
-    assert shown(capsys, *line, "--private", "--dry-run").out == out
     plan = run_json(capsys, *line)
     assert (plan["repository"], plan["private"], plan["sent"]) == (REPOSITORY, False, False)
     assert {"path": "config.json", "bytes": (folder / "config.json").stat().st_size} in plan["files"]
     kinds = [problem.partition(":")[0] for problem in plan["card_problems"]]
     assert kinds == ["no license", "no complete measurements"]
     assert plan["install"] == converted.ORIGIN["install"] and plan["refusals"] == []
-    for option in ("--dry-run", "--show-card"):
-        assert "--dry-run and --show-card send nothing" in refused(capsys, *line, option, "--yes")
+    assert "--show-card sends nothing" in refused(capsys, *line, "--show-card", "--yes")
     assert online.requests == []
 
 

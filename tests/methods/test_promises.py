@@ -18,6 +18,7 @@ import hf_efficient_attn as hea
 import promises
 from attack_cases import PROMISES, attack
 from each import DEFAULT_FORMS, EVERY, each_first_form, each_form
+from helpers.operators import Operators
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.backends import devices
@@ -259,6 +260,18 @@ def test_dtype_of_products(monkeypatch, medium_precision):
     assert sum_dtype(on_device) == single
     monkeypatch.setattr(devices, "_CPU_HAS_BFLOAT16", False)
     assert product_dtype(x.to(half)) == single
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each_first_form
+def test_where_half_precision_is_slow_nothing_is_multiplied_in_it(instance, is_causal, dtype, monkeypatch):
+    """Not even what only plans: hashes of such numbers took kdeformer on an EPYC with AVX2 as long as all the rest."""
+    monkeypatch.setattr(devices, "_CPU_HAS_BFLOAT16", False)
+    kinds = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
+    products = []
+    with Operators(lambda operator, args, x: products.append(x.dtype) if operator.overloadpacket in kinds else None):
+        results(instance, is_causal, padding_mask("holes", ODD["batch"], ODD["q_len"]), inputs(**ODD, dtype=dtype))
+    assert dtype not in products
 
 
 # Methods that break promises, and words of the sentences with which the checks fail.

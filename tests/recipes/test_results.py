@@ -64,6 +64,7 @@ def checkout(tmp_path, monkeypatch):
             keep={"picture.png": "docs/picture.png"},
             without=["2,048 | sdpa"],
             order="faster",
+            elsewhere=["faster"],
         ),
         "broken": Spec("method: {method}", {"ratio": "{ratio}"}, ["fail"]),
         "advice": Spec("use | expect", rows=["[it](docs/a.md#b) | {speed[2,048 | linear][faster]:.0f} times"]),
@@ -113,6 +114,27 @@ def test_tables_are_measured_one_by_one_and_a_failed_one_keeps_its_values(checko
     assert list(stored) == ["speed", "broken"] and stored["broken"] == old and stored["speed"] == entry
     assert "[2 of 2] broken" in said and "failed, with its values as before: broken: fail: status 1" in said
     assert run("-o", output, "--only", "advice") == 2 and "is not one of speed, broken" in capsys.readouterr().err
+
+
+def test_figures_of_a_second_processor_stand_beside_the_first(checkout, monkeypatch, capsys):
+    """They leave the first figures, the picture and the tables that do not name them as they are."""
+    folder, _, _ = checkout
+    given = ("--only", "speed", "-o", results.FIGURES, "--data", folder)
+    assert run(*given, "--elsewhere") == 1 and "no figures beside which" in capsys.readouterr().err
+    assert run(*given) == 0
+    before = json.loads(results.FIGURES.read_text())["speed"]
+    (folder / "docs" / "picture.png").write_text("of the first")
+    monkeypatch.setattr(results, "machine", lambda lines: "AMD EPYC (AVX2), 2 cores; torch")
+    assert run(*given, "--elsewhere") == 0 and (folder / "docs" / "picture.png").read_text() == "of the first"
+    entry = json.loads(results.FIGURES.read_text())["speed"]
+    second = entry.pop("elsewhere")
+    assert entry == before and second["machine"].startswith("AMD") and second["rows"] == before["rows"]
+    assert run("--write", "-o", results.FIGURES) == 0
+    text = (folder / "docs" / "guides" / "page.md").read_text()
+    assert "| tokens | method | faster | causal | faster, AMD EPYC |\n" in text
+    assert "| 2,048 | linear | 4.0x | 4.00 | 4.0x |\n" in text and "Columns with AMD EPYC: measured on AMD" in text
+    monkeypatch.setattr(results, "machine", lambda lines: "Intel")
+    assert run(*given) == 0 and json.loads(results.FIGURES.read_text())["speed"]["elsewhere"] == second
 
 
 def test_edited_tables_and_figures_are_noticed(checkout):

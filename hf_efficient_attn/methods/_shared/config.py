@@ -49,6 +49,7 @@ class MethodConfig:
     in the class body.
 
     Attributes:
+        text: `to_dict()` as Python code.
         compute_dtype: a hyperparameter of all methods. "bfloat16": float32 queries, keys and values are cast to it on
             devices and processors that multiply it fast, and the output back to float32.
         method: the name of the method, which is also its `attn_implementation` in Transformers.
@@ -95,6 +96,7 @@ class MethodConfig:
         "has no effect on inputs of another dtype and on processors without bfloat16 products.",
         choices=("auto", "bfloat16"),
     )
+    text: ClassVar[str]  # each instance has its own; as a ClassVar it is not a field
     method: ClassVar[str] = ""
     title: ClassVar[str]
     paper: ClassVar[str]
@@ -153,6 +155,8 @@ class MethodConfig:
                 refuse(f"{setting} must be {kind}, not {type(value).__name__}", self)
             if not minimum <= value <= maximum:
                 refuse(f"{setting} must be at least {minimum} and at most {maximum}", self)
+        # A graph cannot make text of a number that differs between calls, but text itself is a constant of it.
+        object.__setattr__(self, "text", repr(self.to_dict()))
 
     @classmethod
     def hyperparameters(cls) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ Arguments of the operator:
   gradients.
 - others: the seed, an int64 scalar; the key mask, bool (B, Nk), if there is one; the seed of dropout, if there is any.
 - text: form, config, names of the learned parameters, `HeadSlice` of the seed, whether there is a mask, whether there
-  are sinks, is_causal, scale, dropout_p, as Python code.
+  are sinks, and is_causal, as Python code.
+- scale, dropout_p.
 - needs_grad: whether a gradient may be needed, on which a form may depend. Also True if the seed is drawn, as in
 training.
 """
@@ -40,32 +41,20 @@ def call_in_graph(
     """Call the form "forward" or "decode" of the config's method by the operator, with the form's arguments."""
     mask, is_causal, scale, dropout_p, seed, parameters, bias, sinks, *_ = options
     tensors = [query, key, value, *parameters.values(), *[x for x in (bias, sinks) if x is not None]]
-    # This builds Python code in a way that all versions of PyTorch can trace.
-    values = "".join([f"{name!r}: {_constant(value)!r}, " for name, value in config.to_dict().items()])
     heads = [int(x) for x in seed.heads] if isinstance(seed, HeadSeed) else []
     more = f"{list(parameters)!r}, {heads!r}, {mask is not None!r}, {sinks is not None!r}, {is_causal!r}"
-    more += f", {float(scale)!r}, {float(dropout_p)!r}"
     others = [torch.as_tensor(seed_value(seed), device=query.device), *([] if mask is None else [mask])]
     if dropout_p:
         others.append(draw_seed(query.device))
     wanted = isinstance(seed_value(seed), Tensor) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-    text = f"({form!r}, {{{values}}}, {more})"
-    out: Tensor = _OPERATORS.attention(tensors, others, text, wanted)
+    text = f"({form!r}, {config.text}, {more})"
+    out: Tensor = _OPERATORS.attention(tensors, others, text, scale, dropout_p, wanted)
     return out
 
 
-def _constant(value: Any) -> Any:
-    """Return a value as a constant. A number that differs between calls is a symbol in the graph."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    return float(value) if isinstance(value, float) else value
-
-
-def _run(tensors: list[Tensor], others: list[Tensor], text: str) -> Tensor:
+def _run(tensors: list[Tensor], others: list[Tensor], text: str, scale: float, dropout_p: float) -> Tensor:
     """Run the eager form."""
-    form, values, names, heads, has_mask, has_sinks, is_causal, scale, dropout_p = ast.literal_eval(text)
+    form, values, names, heads, has_mask, has_sinks, is_causal = ast.literal_eval(text)
     seed = others[0]
     mask = others[1] if has_mask else None
     draws = others[-1] if dropout_p else None
@@ -95,13 +84,16 @@ def _autograd() -> Iterator[None]:
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention", mutates_args=())
-def _attention(tensors: list[Tensor], others: list[Tensor], text: str, needs_grad: bool) -> Tensor:
+def _attention(
+    tensors: list[Tensor], others: list[Tensor], text: str, scale: float, dropout_p: float, needs_grad: bool
+) -> Tensor:
     """Compute attention (B, H, Nq, Dv) of a method."""
     if not needs_grad:
-        out = _run(tensors, others, text).contiguous()
+        out = _run(tensors, others, text, scale, dropout_p).contiguous()
         return out.clone() if any(out.data_ptr() == x.data_ptr() for x in tensors) else out
     with _autograd():  # use the form of a call with a gradient
-        return _run([x.detach().requires_grad_() for x in tensors], others, text).detach().contiguous()
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        return _run(leaves, others, text, scale, dropout_p).detach().contiguous()
 
 
 @_attention.register_fake
@@ -110,11 +102,14 @@ def _(tensors: list[Tensor], *_: object) -> Tensor:
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::attention_backward", mutates_args=())
-def _attention_backward(grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str) -> list[Tensor]:
+def _attention_backward(
+    grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str, scale: float, dropout_p: float
+) -> list[Tensor]:
     """Compute the gradients of the tensors."""
     with _autograd():
         leaves = [x.detach().requires_grad_() for x in tensors]
-        grads = torch.autograd.grad(_run(leaves, others, text), leaves, grad, allow_unused=True, materialize_grads=True)
+        out = _run(leaves, others, text, scale, dropout_p)
+        grads = torch.autograd.grad(out, leaves, grad, allow_unused=True, materialize_grads=True)
     return [x.contiguous() for x in grads]
 
 
@@ -124,7 +119,7 @@ def _(grad: Tensor, tensors: list[Tensor], *_: object) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, others, ctx.text, _ = inputs
+    tensors, others, *ctx.rest, _ = inputs  # text, scale, dropout_p
     ctx.count = len(tensors)
     ctx.save_for_backward(*tensors, *others)
 
@@ -132,8 +127,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors[: ctx.count]
     others = ctx.saved_tensors[ctx.count :]
-    found = _OPERATORS.attention_backward(grad, tensors, others, ctx.text)
-    return found, [None] * len(others), None, None
+    found = _OPERATORS.attention_backward(grad, tensors, others, *ctx.rest)
+    return found, [None] * len(others), None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)

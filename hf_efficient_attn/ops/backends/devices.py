@@ -55,6 +55,11 @@ def sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def planning_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products that only plan: that of `x`, but `sum_dtype` for half precision."""
+    return sum_dtype(x) if x.dtype.itemsize == 2 else x.dtype
+
+
 def precise_dtype(x: Tensor) -> torch.dtype:
     """The dtype of products with weights that bfloat16 would round too much.
 

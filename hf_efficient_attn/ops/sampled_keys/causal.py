@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, output_of
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, planning_dtype
 from hf_efficient_attn.ops.exact import exact_attention, mask_bias
 from hf_efficient_attn.ops.index import integers, pad_to_blocks, take
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys
@@ -97,10 +97,10 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
     elif options.scores == "probe":
         rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
-        if key.dtype == torch.float16:  # has no fast product on CPUs
-            probes = probes.float()
-            key = key.float()
-        weights = (probes * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)  # (BH J, p, L)
+        key = key.to(planning_dtype(key))
+        weights = (
+            (probes.to(key.dtype) * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)
+        )  # (BH J, p, L)
         norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)  # (BH J, 1, L)
     elif options.scores == "uniform":
         return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import BlockKeys, Partial, attend, block_attention, merge
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, planning_dtype, wide_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, clamp_index, integers, inverse, pad_to_blocks, take, valid_first
@@ -65,6 +65,7 @@ def hash_keys(x: Tensor, num_hashes: int, draws: Draws, mask: Tensor | None = No
     """
     length = x.shape[1]
     device = x.device
+    x = x.to(planning_dtype(x))
     levels = 2.0 ** (24 - num_hashes)  # of a position that float32 holds beside a rank
     dtype = torch.float32 if length <= levels else wide_dtype(device)
     # Planes times tokens is three times as fast as tokens times planes, which has few columns.

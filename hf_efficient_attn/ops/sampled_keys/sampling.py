@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, wide_dtype, widened
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64, planning_dtype, wide_dtype, widened
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import bias_between
 from hf_efficient_attn.ops.index import clamp_index, integers, take
@@ -71,11 +71,10 @@ def row_weights(
 ) -> Tensor:
     """Compute the softmax weights of the queries at `positions`, int64 (BH, R), without a gradient: (BH, R, Nk).
 
-    Scores and weights of bfloat16 inputs have their dtype, since the rows only plan. A row without a valid key is 0.
+    Scores and weights have the `planning_dtype`. A row without a valid key is 0.
     """
-    if query.dtype == torch.float16:  # has no fast product on CPUs
-        query = query.float()
-        key = key.float()
+    key = key.to(planning_dtype(key))
+    query = query.to(key.dtype)
     scores = torch.bmm(take(query, positions) * options.scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
     if options.table is not None:
         scores += bias_between(options.table, positions.unsqueeze(1), integers(key.shape[1], key.device)[None, None])[
