@@ -217,6 +217,7 @@ def measure(
 
     With `elsewhere`, as the figures of another processor beside those in the file.
     """
+    version = revision()  # before the pictures of the first table change the checkout
     for number, (name, spec) in enumerate(specs.items(), 1):
         typer.echo(f"[{number} of {len(specs)}] {name}", err=True)
         try:
@@ -225,7 +226,7 @@ def measure(
                 raise ValueError("the file has no figures beside which these could stand")
             rows = measured(spec._replace(keep={}) if elsewhere else spec, data, work)
             entry = {"commands": list(spec.commands), "machine": machine(spec.commands)}
-            entry |= {"date": datetime.date.today().isoformat(), "revision": revision(), "rows": rows}
+            entry |= {"date": datetime.date.today().isoformat(), "revision": version, "rows": rows}
             stored = read_json_object(output) if output.exists() else {}
             before = stored.get(name, {})
             known_elsewhere = {key: before[key] for key in ("elsewhere",) if key in before}
