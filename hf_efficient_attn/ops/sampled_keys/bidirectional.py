@@ -252,14 +252,14 @@ def probe_norms(
         num_rows = rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
+    # (BH, G, R) @ (BH, R, Nk). The factor comes after the product: `alpha` would be rounded otherwise than the factor with
+    # a mask, and in the next layer other keys would be sampled.
+    norms = torch.bmm(member.to(squares.dtype), squares).to(accumulation_dtype(squares.dtype))
     factor = near.num_queries * groups
-    share = factor / num_rows if isinstance(factor, int) and isinstance(num_rows, int) else 1.0
-    # (BH, G, R) @ (BH, R, Nk)
-    norms = torch.baddbmm(squares.new_zeros(1, 1, 1), member.to(squares.dtype), squares, beta=0, alpha=share)
-    norms = norms.to(accumulation_dtype(squares.dtype))
     if isinstance(factor, Tensor):  # a quotient of integers would have float32
-        norms *= (factor.to(norms.dtype) / num_rows).unsqueeze(2)
-    return norms, group  # (BH, G, Nk)
+        factor = factor.to(norms.dtype)
+    share = factor / num_rows
+    return norms.mul_(share.unsqueeze(2) if isinstance(share, Tensor) else share), group  # (BH, G, Nk)
 
 
 def sampling_scores(
