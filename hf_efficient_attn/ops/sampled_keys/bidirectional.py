@@ -252,8 +252,8 @@ def probe_norms(
         num_rows = rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
-    # (BH, G, R) @ (BH, R, Nk). The factor comes after the product: `alpha` would be rounded otherwise than the factor with
-    # a mask, and in the next layer other keys would be sampled.
+    # (BH, G, R) @ (BH, R, Nk). The factor comes after the product: `alpha` would be rounded otherwise than the factor
+    # with a mask, and in the next layer other keys would be sampled.
     norms = torch.bmm(member.to(squares.dtype), squares).to(accumulation_dtype(squares.dtype))
     factor = near.num_queries * groups
     if isinstance(factor, Tensor):  # a quotient of integers would have float32
