@@ -9,7 +9,7 @@ import pathlib
 import shutil
 import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, clean, refusing, shown
 from hf_efficient_attn.io.json import read_json_object
@@ -86,6 +86,8 @@ class Output:
         for problem, applies in problems.items():
             if applies:
                 raise UnsupportedAttentionError(f"{what} {problem}")
+        if os.path.lexists(self._draft):
+            self._refuse_draft()
         check_takes_files(anchor, what)
         self._present = _contents(path)
 
@@ -99,11 +101,8 @@ class Output:
         """
         try:
             self._draft.mkdir()
-        except FileExistsError as error:
-            raise UnsupportedAttentionError(
-                f"another conversion to {shown(str(self.path))} is running, or was killed: in that case delete "
-                f"{self._draft}"
-            ) from error
+        except FileExistsError:
+            self._refuse_draft()
         except OSError as error:  # without the name of the draft
             raise OSError(f"the output {shown(str(self.path))} cannot be written: {error.strerror}") from error
         try:
@@ -113,6 +112,12 @@ class Output:
             self._rename()
         finally:
             shutil.rmtree(self._draft, ignore_errors=True)
+
+    def _refuse_draft(self) -> NoReturn:
+        raise UnsupportedAttentionError(
+            f"another conversion to {shown(str(self.path))} is running, or was killed: in that case delete "
+            f"{self._draft}"
+        )
 
     def _rename(self) -> None:
         """Rename the draft to the output. What is replaced is moved aside first and returns if an error occurs."""

@@ -271,7 +271,7 @@ def use_cpu_if_needed() -> None:
 
 
 def prepare_output(output_dir: str, state: accelerate.PartialState, resume: bool, overwrite: bool) -> None:
-    """Create the output folder, and delete its checkpoints with --overwrite.
+    """Create the output folder, and delete its checkpoints and metrics with --overwrite.
 
     Refused are a file, a folder that is not empty unless the run resumes or overwrites it, processes that were started
     together and are not connected, and a missing matplotlib.
@@ -290,8 +290,9 @@ def prepare_output(output_dir: str, state: accelerate.PartialState, resume: bool
     folder.mkdir(parents=True, exist_ok=True)
     check_picture(folder / PICTURE)
     if overwrite and not resume and state.is_local_main_process:
-        for old in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        for old in (*folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"), *folder.glob(f"incomplete-{PREFIX_CHECKPOINT_DIR}-*")):
             shutil.rmtree(old, ignore_errors=True)
+        (folder / METRICS).unlink(missing_ok=True)
     state.wait_for_everyone()
 
 

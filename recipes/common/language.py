@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -99,7 +100,11 @@ def load_tokenizer(
     with args.main_process_first(desc="training the tokenizer"):
         exists = args.resume_from_checkpoint and (folder / "tokenizer.json").is_file()
         if args.local_process_index == 0 and not exists:
-            train_tokenizer(texts, which.train_tokenizer, kind).save_pretrained(folder)
+            with tempfile.TemporaryDirectory(dir=folder) as draft:
+                train_tokenizer(texts, which.train_tokenizer, kind).save_pretrained(draft)
+                # The last file is the one whose presence says that all are complete.
+                for path in sorted(pathlib.Path(draft).iterdir(), key=lambda path: path.name == "tokenizer.json"):
+                    path.replace(folder / path.name)
     return AutoTokenizer.from_pretrained(folder)
 
 

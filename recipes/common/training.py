@@ -168,12 +168,13 @@ def run_and_report(
         report = {
             "steps": trainer.state.global_step,
             "epochs": trainer.state.epoch,
-            "seconds_per_step": clock.seconds / clock.steps if clock.steps else None,
-            "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps else None,
+            "seconds_per_step": clock.seconds / clock.steps if clock.steps > 0 else None,
+            "cpu_seconds_per_step": clock.cpu_seconds / clock.steps if clock.steps > 0 else None,
             "peak_memory_mib": round(peak / 2**20, 1),
             "peak_memory_of": "allocations on the device" if cuda else "the whole process",
             "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            "learning_rate": args.learning_rate,
+            # That of a checkpoint, if the run was resumed with another.
+            "learning_rate": getattr(trainer.lr_scheduler, "base_lrs", [args.learning_rate])[0],
             "precision": trainer.accelerator.mixed_precision,
             "resumed_at": sorted({x["resumed_at"] for x in trainer.state.log_history if "resumed_at" in x}),
         }
@@ -214,7 +215,8 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
 def _checkpoint(args: RecipeArguments) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
-    Refused is one that has done --max_steps already, after which Trainer would do one more step.
+    Refused is one that has done --max_steps already, after which Trainer would do one more step, and one without the
+    state of the optimizer, with which Trainer would begin another schedule of the learning rate.
     """
     found = args.resume_from_checkpoint or None
     if found is True:
@@ -227,6 +229,16 @@ def _checkpoint(args: RecipeArguments) -> str | None:
     state = TrainerState.load_from_json(str(pathlib.Path(found) / STATE))
     if 0 < args.max_steps <= state.global_step:
         raise ValueError(
-            f"{found} is finished: it has done {state.global_step} steps and --max_steps is {args.max_steps}; give more"
+            f"{found} is finished: it has done {state.global_step} steps and --max_steps is {args.max_steps}; give "
+            "more, or, to write the model and the metrics once more, resume from an earlier checkpoint"
         )
+    # DeepSpeed has its own folder.
+    if not any(any(pathlib.Path(found).glob(name)) for name in ("optimizer*", "global_step*")):
+        raise ValueError(
+            f"{found} has no state of the optimizer (--save_only_model True), so that no training can continue from "
+            "it; begin a new one with its model: --model"
+        )
+    if args.train_sampling_strategy == "group_by_length" and args.process_index == 0:
+        note = "with --train_sampling_strategy group_by_length a resumed run has other batches from the next epoch on"
+        print(note, file=sys.stderr)
     return str(found)

@@ -15,6 +15,7 @@ from each import refuses
 from helpers.commands import command, interrupt, read, refused, run_json, same, shown, tensors, tree
 from helpers.learned import shake
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
+from hf_efficient_attn.checkpoint.files import Output
 from hf_efficient_attn.checkpoint.loading import quiet
 from hf_efficient_attn.conversion import checkpoint as checkpoint_conversion
 from hf_efficient_attn.conversion.checkpoint import convert_saved_model
@@ -448,6 +449,8 @@ def test_two_conversions_to_the_same_folder(convert, tmp_path, capsys):
     fill(at_work, half_txt="half")
     assert f"or was killed: in that case delete {at_work}" in refused(capsys, *convert(tmp_path / "out"))
     assert tree(tmp_path) == {at_work.name: None, f"{at_work.name}/half.txt": b"half"}
+    with pytest.raises(hea.UnsupportedAttentionError, match="or was killed"):  # before long work, such as distillation
+        Output(tmp_path / "out", tmp_path / "source", force=False)
     assert command(*convert(tmp_path / "other")) == 0
 
 

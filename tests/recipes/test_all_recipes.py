@@ -98,6 +98,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name, stages, step, here, tm
         # The last step has a checkpoint. Trainer would do a seventh step.
         refuses(r"is finished: it has done 6 steps and --max_steps is 6", train, name, here, two, *again)
         assert same_weights(one, two)
+        (two / "checkpoint-6").rename(tmp_path / "last")
+        (two / "checkpoint-5" / "optimizer.pt").unlink()
+        refuses("no state of the optimizer", train, name, here, two, *again)
 
 
 @pytest.mark.slow
