@@ -229,8 +229,10 @@ def measure(
             entry |= {"date": datetime.date.today().isoformat(), "revision": version, "rows": rows}
             stored = read_json_object(output) if output.exists() else {}
             before = stored.get(name, {})
-            known_elsewhere = {key: before[key] for key in ("elsewhere",) if key in before}
-            entry = before | {"elsewhere": entry} if elsewhere else entry | known_elsewhere
+            if elsewhere:
+                entry = before | {"elsewhere": entry}
+            elif "elsewhere" in before:
+                entry["elsewhere"] = before["elsewhere"]
             known = {one: stored.get(one) for one in read_specs()} | {name: entry}
             with replacing(output) as draft:
                 draft.write_bytes(encoded({one: found for one, found in known.items() if found}))

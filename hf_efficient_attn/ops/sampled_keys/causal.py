@@ -98,9 +98,8 @@ def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, opti
         rank = _ranks(options, len(query), options.num_probes, length, _PROBES + 2 * level)
         probes = query.gather(2, rank[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))  # (BH, J, p, D)
         key = key.to(planning_dtype(key))
-        weights = (
-            (probes.to(key.dtype) * options.scale @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)
-        )  # (BH J, p, L)
+        probes = probes.to(key.dtype) * options.scale
+        weights = (probes @ key.mT).softmax(-1, dtype=acc_dtype).flatten(0, 1)  # (BH J, p, L)
         norms = weights.square_().sum(1, keepdim=True).mul_(length / options.num_probes)  # (BH J, 1, L)
     elif options.scores == "uniform":
         return torch.ones(key.shape[:3], dtype=acc_dtype, device=key.device).flatten(0, 1).unsqueeze(1)
