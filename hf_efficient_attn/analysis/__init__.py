@@ -7,7 +7,7 @@ The functions answer questions that two papers ask, for any queries and keys:
   most a constant times the sum of the n largest (`head_to_tail`). Experiment (ii): is there a gap in size between the
   two groups of entries (`order_statistics_ratio`)?
 - KDEformer (Zandieh, Han, Daliri, Karbasi, ICML 2023), section 3.4 and Fig. 2: how much does the stable rank of D^-1 A
-  decrease when the near field is removed (`softmax_matrix`, `residual_matrix`, `stable_rank`)?
+  decrease when the near field is removed (`softmax_matrix`, `near_field_pairs`, `stable_rank`)?
 
 `attention_error` compares a method with exact attention by the relative operator norm of KDEformer's section 4.1.
 

@@ -15,8 +15,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops.backends.devices import in_float64
 
 __all__ = [
-    "AttentionError", "attention_error", "exact_output", "near_field_pairs", "relative_error", "residual_matrix",
-    "softmax_matrix",
+    "AttentionError", "attention_error", "exact_output", "near_field_pairs", "relative_error", "softmax_matrix",
 ]  # fmt: skip
 
 # Largest number of entries of a dense matrix, all heads together: 4 GiB of float64.
@@ -135,25 +134,6 @@ def near_field_pairs(
             f"the residual is empty. Take a longer sequence, a smaller block_size or window_size, or one of {proposed}"
         )
     return pairs
-
-
-@in_float64
-@torch.no_grad()
-def residual_matrix(
-    method_or_config: str | methods.MethodConfig, query: Tensor, key: Tensor, *, seed: int = 0, **options: Any
-) -> Tensor:
-    """D^-1 A_res of KDEformer's Eq. 10: the softmax matrix with 0 at the pairs of a method's near field.
-
-    D is that of the whole matrix A, as in Eq. 11. The arguments are those of `near_field_pairs`.
-
-    Returns:
-        float64 (B, H, Nq, Nk).
-
-    Raises:
-        UnsupportedAttentionError: as `softmax_matrix` and `near_field_pairs`.
-    """
-    pairs = near_field_pairs(method_or_config, query, key, seed=seed, **options)
-    return softmax_matrix(query, key, **options).masked_fill_(pairs, 0.0)
 
 
 @in_float64

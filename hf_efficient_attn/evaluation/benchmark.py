@@ -22,15 +22,8 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
-from hf_efficient_attn.evaluation import capture, defaults, timing
-from hf_efficient_attn.evaluation.comparison import (
-    AGREEMENT,
-    ERROR_INPUTS,
-    LengthComparison,
-    Procedure,
-    chunk_label,
-    make_variants,
-)
+from hf_efficient_attn.evaluation import capture, comparison, defaults, timing
+from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out, partial_result
 from hf_efficient_attn.integration import distance_bias, models, refusals, switching
@@ -155,8 +148,8 @@ def benchmark_checkpoint(
                 length, label = step.key
                 if label == EXACT:
                     how = procedure if step.stage else procedure.first()
-                    comparison = LengthComparison(variants, inputs, length, how)
-                rows[step.key] = comparison.measure(label)
+                    at_length = LengthComparison(variants, inputs, length, how)
+                rows[step.key] = at_length.measure(label)
                 execution.on_row(rows[step.key])
     return result()
 
@@ -215,7 +208,7 @@ def _make_plan(
     for length in lengths:
         exact, method = (length * (per_token + per_key * keys) for keys in (length, min(length, _METHOD_KEYS)))
         # The errors of the layers are measured with exact attention: a pass that computes it twice, and all methods.
-        errors = (1 if how.is_first else ERROR_INPUTS) * (2 * exact + len(labels) * method)
+        errors = (1 if how.is_first else comparison.ERROR_INPUTS) * (2 * exact + len(labels) * method)
         first = passes * exact + errors * (data.is_real and how.errors)
         costs = {EXACT: first, **dict.fromkeys(labels, passes * method + exact)}
         if chunk is not None and length > chunk:

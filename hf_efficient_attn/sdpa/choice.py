@@ -3,13 +3,15 @@
 All other calls stay exact, and a sentence says why.
 """
 
+import ast
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.methods import MethodConfig, crossover
+from hf_efficient_attn.methods import MethodConfig, crossover, make_config
 from hf_efficient_attn.ops import tracing
 
 # Arguments of `multi_head_attention_forward` that add keys.
@@ -110,14 +112,23 @@ class Chooser(NamedTuple):
         if self.min_length is not None:
             return self.min_length
         _, num_heads, _, head_dim = query.shape
-        return _crossover(self.config, num_heads, head_dim, query.dtype, is_causal, query.device)
+        return _crossover(self.config.text, num_heads, head_dim, query.dtype, is_causal, query.device)
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace what the length depends on
+@functools.lru_cache(maxsize=64)
+def _config_of(text: str) -> MethodConfig:
+    values = ast.literal_eval(text)
+    return make_config(values.pop("method"), **values)
+
+
+# torch.compile cannot trace what the length depends on, and with PyTorch 2.11 it does not pass a config on.
+@torch.compiler.assume_constant_result
 def _crossover(
-    config: MethodConfig, num_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, device: torch.device
+    config: str, num_heads: int, head_dim: int, dtype: torch.dtype, is_causal: bool, device: torch.device
 ) -> int:
-    return crossover.crossover_of(config, num_heads, head_dim, dtype=dtype, is_causal=is_causal, device=device)
+    return crossover.crossover_of(
+        _config_of(config), num_heads, head_dim, dtype=dtype, is_causal=is_causal, device=device
+    )
 
 
 def _read_mask(mask: Tensor, batch: int, kv_len: int) -> Choice:

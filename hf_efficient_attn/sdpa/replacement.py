@@ -8,7 +8,9 @@ prepared runs, a `torch.overrides.TorchFunctionMode` of its thread sees these ca
 import contextlib
 import functools
 import inspect
+import itertools
 import threading
+import weakref
 import zlib
 from collections import Counter
 from typing import Any
@@ -44,6 +46,9 @@ class _Running(threading.local):
 
 
 _running = _Running()
+# The replacements by `key`.
+_replacements: "weakref.WeakValueDictionary[str, SDPAReplacement]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]):
@@ -66,6 +71,7 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
         self.chooser = Chooser(config, min_length)
         self.mode = _Mode(self)
         self._handles: list[Any] = []
+        self.__setstate__({})
         model = getattr(model, _COMPILED, model)
         for name, module in model.named_modules():
             # A layer without further layers, such as Linear, calls no attention; the model itself may do so.
@@ -77,6 +83,11 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
                 # Of several replacements the last one to enter is the first to leave.
                 self._handles.append(module.register_forward_hook(leave, prepend=True, always_call=True))
         torch.compiler.reset()  # a graph does not notice that hooks are added or removed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.key = str(next(_numbers))
+        _replacements[self.key] = self
 
     def _enter(self, name: str, seed: int, module: nn.Module, *_: object) -> None:
         if not any(replacement is self for replacement, *_ in _running.modules):
@@ -254,14 +265,16 @@ def _outcome(reason: str) -> str:
     return f"exact, because {reason}" if reason else "replaced"
 
 
-@torch.compiler.assume_constant_result  # so that torch.compile calls it when it makes a graph
-def _record(replacement: SDPAReplacement, name: str, outcome: str) -> None:
-    if (name, outcome) not in replacement.traced:
-        replacement.traced.append((name, outcome))
+# So that torch.compile calls it when it makes a graph. PyTorch 2.11 does so with text only, not with objects.
+@torch.compiler.assume_constant_result
+def _record(replacement: str, name: str, outcome: str) -> None:
+    traced = _replacements[replacement].traced
+    if (name, outcome) not in traced:
+        traced.append((name, outcome))
 
 
 def _count_in_graph(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
-    _record(replacement, _running.modules[-1][1], _outcome(reason))
+    _record(replacement.key, _running.modules[-1][1], _outcome(reason))
 
 
 @tracing.replaced_in_graphs(_count_in_graph)
