@@ -252,14 +252,15 @@ def probe_norms(
         num_rows = rows.valid.sum(1, keepdim=True)
     # A group has R / G rows on average, of R valid ones.
     squares = rows.weights.scatter_(2, rows.near_keys, 0.0).square_()  # (BH, R, Nk)
-    # (BH, G, R) @ (BH, R, Nk). The factor comes after the product: `alpha` would be rounded otherwise than the factor
-    # with a mask, and in the next layer other keys would be sampled.
-    norms = torch.bmm(member.to(squares.dtype), squares).to(accumulation_dtype(squares.dtype))
     factor = near.num_queries * groups
     if isinstance(factor, Tensor):  # a quotient of integers would have float32
-        factor = factor.to(norms.dtype)
+        factor = factor.to(accumulation_dtype(squares.dtype))
     share = factor / num_rows
-    return norms.mul_(share.unsqueeze(2) if isinstance(share, Tensor) else share), group  # (BH, G, Nk)
+    # The factor is in the few weights of the rows: after the product, or as its `alpha`, it would be rounded otherwise
+    # with a mask than without, and in the next layer other keys would be sampled.
+    member = member.to(squares.dtype).mul_(share.unsqueeze(2) if isinstance(share, Tensor) else share)
+    norms = torch.bmm(member, squares)  # (BH, G, R) @ (BH, R, Nk)
+    return norms.to(accumulation_dtype(squares.dtype)), group  # (BH, G, Nk)
 
 
 def sampling_scores(
