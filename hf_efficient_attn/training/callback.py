@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -164,9 +165,8 @@ def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix:
 def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
     """Rename incomplete checkpoints at the end of a Trainer's output folder to `incomplete-checkpoint-*`.
 
-    A process that is killed while it saves a checkpoint leaves a folder with missing or truncated files. Trainer
-    resumes from the checkpoint with the highest number without looking at its files. This function renames the latest
-    checkpoints until it finds a complete one. Nothing is deleted.
+    A killed process leaves missing or truncated files, and Trainer resumes from the highest number without looking at
+    them. The latest checkpoints are renamed until one is complete; nothing is deleted.
     """
     while folder.is_dir() and (last := get_last_checkpoint(str(folder))) and not is_complete(pathlib.Path(last)):
         path = pathlib.Path(last)
@@ -179,10 +179,14 @@ def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
 def is_complete(checkpoint: pathlib.Path) -> bool:
     """Whether a checkpoint of Trainer has all its files.
 
-    Trainer writes `trainer_state.json` last, but other processes may still be writing their random states.
+    Trainer writes `trainer_state.json` last, but other processes may still be writing their random states, and a run
+    that was resumed from an earlier checkpoint writes into the folder of a later one.
     """
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        for path in checkpoint.glob("*.safetensors"):
+            with safe_open(path, "pt"):  # compares the length of the file with its header
+                pass
+    except (OSError, ValueError, SafetensorError):
         return False
-    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("rng_state*.pth"))
+    return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))  # pt and pth

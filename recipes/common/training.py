@@ -158,7 +158,7 @@ def run_and_report(
         trainer.add_callback(clock)
         if attention.switch_warmup_steps:
             trainer.add_callback(_SwitchWarmup(attention.switch_warmup_steps))
-        figures = dict(trainer.train(resume_from_checkpoint=_checkpoint(args)).metrics)
+        figures = dict(trainer.train(resume_from_checkpoint=_checkpoint(trainer)).metrics)
         cuda = args.device.type == "cuda"
         peak = torch.tensor([torch.cuda.max_memory_allocated(args.device) if cuda else _peak_bytes()])
         figures |= _evaluate(trainer, evaluate)
@@ -212,12 +212,14 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
     return trainer.evaluate(data)
 
 
-def _checkpoint(args: RecipeArguments) -> str | None:
+def _checkpoint(trainer: Trainer) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
-    Refused is one that has done --max_steps already, after which Trainer would do one more step, and one without the
-    state of the optimizer, with which Trainer would begin another schedule of the learning rate.
+    Refused is one that has done --max_steps already, after which Trainer would do one more step, one without the state
+    of the optimizer, with which Trainer would begin another schedule of the learning rate, and one of other attention.
+    A callback of stages compares these itself.
     """
+    args = trainer.args
     found = args.resume_from_checkpoint or None
     if found is True:
         found = last_complete_checkpoint(args.output_dir, args.world_size)
@@ -237,6 +239,14 @@ def _checkpoint(args: RecipeArguments) -> str | None:
         raise ValueError(
             f"{found} has no state of the optimizer (--save_only_model True), so that no training can continue from "
             "it; begin a new one with its model: --model"
+        )
+    staged = any(isinstance(callback, hea.UptrainingCallback) for callback in trainer.callback_handler.callbacks)
+    now = getattr(trainer.model, "config", None)
+    was = None if now is None or staged else type(now).from_pretrained(str(found))
+    if was and now and (was := was.efficient_attention) != (now := now.efficient_attention):
+        raise ValueError(
+            f"{found} was trained with the attention {was}, and the model now has {now}: resume with the --attention "
+            "and --set of the original training, or begin a new one with its model: --model"
         )
     if args.train_sampling_strategy == "group_by_length" and args.process_index == 0:
         note = "with --train_sampling_strategy group_by_length a resumed run has other batches from the next epoch on"

@@ -99,6 +99,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name, stages, step, here, tm
         refuses(r"is finished: it has done 6 steps and --max_steps is 6", train, name, here, two, *again)
         assert same_weights(one, two)
         (two / "checkpoint-6").rename(tmp_path / "last")
+        other = ["--attention", "nearfar", *again[len(STAGES) :]]
+        refuses("trained with the attention {'method': 'flurka_performer'", train, name, here, two, *other)
         (two / "checkpoint-5" / "optimizer.pt").unlink()
         refuses("no state of the optimizer", train, name, here, two, *again)
 

@@ -321,7 +321,8 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
     whole = trainer(save_steps=2)
     whole.train()
     path = tmp_path / "checkpoint-4"
-    for number, name in enumerate(("trainer_state.json", "rng_state.pth"), start=1):
+    files = "trainer_state.json", "rng_state.pth", "model.safetensors", "optimizer.pt"
+    for number, name in enumerate(files, start=1):
         content = (path / name).read_bytes()
         (path / name).write_bytes(content[: len(content) // 2])
         trainer()
@@ -332,7 +333,7 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
     (path / "trainer_state.json").unlink()
     again = trainer()
     again.train(resume_from_checkpoint=True)
-    assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-4-3").is_dir()
+    assert losses(again) == losses(whole) and (tmp_path / "incomplete-checkpoint-4-5").is_dir()
     # Without a complete checkpoint Trainer reports that.
     (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
     refuses("No valid checkpoint found", trainer().train, resume_from_checkpoint=True, error=ValueError)
