@@ -132,8 +132,8 @@ def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path
     for layer in nearfar.named_layers():
         columns, own = nearfar.for_layer(layer).exact_length, config.for_layer(layer)
         assert own == make_config("auto", columns=columns, max_error=0.5)
-    # A limit that no budget keeps: exact in training and in the causal form, and by the data otherwise.
-    strict = hea.calibrate(model, data, max_error=1e-6, methods=["auto"], budgets=[8])
+    # A limit that the budget does not keep: exact in training and in the causal form, and by the data otherwise.
+    strict = hea.calibrate(model, data, max_error=1e-6, methods=["auto"], budgets=[16])
     assert [entry.config for entry in strict.entries] == [make_config("auto", max_error=1e-6, static_form="exact")]
     hea.convert(model, strict).save_pretrained(tmp_path)
     back = type(model).from_pretrained(tmp_path)
