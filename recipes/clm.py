@@ -8,8 +8,8 @@
 
 Each example is a window of a single document. `--eval_positions` measures how the loss depends on earlier tokens: by
 position, and on passages that are repeated after `--distances`. A model that attends to the first occurrence has a
-lower loss on the second one. A method that loses distant tokens does not lower it. `--repeat_share` repeats passages in
-the text to train on as well. A method without a causal form is refused.
+lower loss on the second one. A method that loses distant tokens does not lower it. A method without a causal form is
+refused.
 
 Duration for a GPT-2 of 4 layers with hidden size 256, trained on nine novels in windows of 2,048 tokens: a training
 step of two windows takes 2.7 seconds on one core, with exact attention or `kdeformer`. The second command takes about a
@@ -50,11 +50,8 @@ class CausalArguments:
 
     eval_positions: bool = option("Also measure the loss by position and on repeated passages.", False)
     distances: list[int] = option("Tokens from a passage to its repetition.", [256, 768, 1536], metavar="N")
-    repeat_share: float | None = option("Repeat a passage in a share of the training windows.", None)
 
     def __post_init__(self) -> None:
-        if self.repeat_share is not None:
-            arguments.check_share("repeat_share", self.repeat_share)
         if min(self.distances) < PASSAGE:
             raise ValueError(f"--distances {min(self.distances)} is less than the {PASSAGE} tokens of a passage")
 
@@ -107,31 +104,11 @@ def repeated_passages(rows: Dataset, *, distances: Sequence[int], passage: int, 
     return {distance: Dataset.from_list(found).with_format("numpy") for distance, found in examples.items()}
 
 
-def with_repetitions(rows: Dataset, share: float, passage: int) -> Dataset:
-    """Repeat a passage in a share of the windows, chosen at random like the two places. What is pushed out is dropped.
-
-    The passage has `passage` tokens or more, up to an eighth of the window.
-    """
-
-    def repeat(row: dict[str, Any], index: int) -> dict[str, Any]:
-        ids, draw = np.asarray(row["input_ids"]), np.random.default_rng(index)
-        if draw.random() < share and len(ids) >= 2 * passage:
-            size = int(draw.integers(passage, max(passage, len(ids) // 8) + 1))
-            start = int(draw.integers(0, len(ids) - 2 * size + 1))
-            second = int(draw.integers(start + size, len(ids) - size + 1))
-            ids = np.concatenate((ids[:second], ids[start : start + size], ids[second:]))[: len(ids)]
-        return {**row, "input_ids": ids}
-
-    return rows.map(repeat, with_indices=True)
-
-
 def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the recipe with the given options; return the contents of metrics.json."""
     types = AttentionArguments, TextArguments, ModelArguments, CausalArguments
     attention, words, kind, causal, args = arguments.parse(*types, description=__doc__, argv=argv)
     given, about = language.prepare(attention, words, kind, args, CAUSAL)
-    if causal.repeat_share:
-        given["train_dataset"] = with_repetitions(given["train_dataset"], causal.repeat_share, PASSAGE)
     sets, metrics = {"": given["eval_dataset"]}, {"": functools.partial(language.loss_figures, causal=True)}
     if causal.eval_positions:
         metrics[""] = functools.partial(position_figures, bucket=BUCKET)

@@ -249,7 +249,7 @@ def models(tmp_path, monkeypatch, minilm, example):
     tokenizer = AutoTokenizer.from_pretrained(minilm)
     sizes = {"vocab_size": len(tokenizer)}
     save_models(
-        ("gpt2", "gpt2", {"n_positions": 1024, **sizes}),
+        ("gpt2", "gpt2", {"n_positions": 1024, **sizes, "n_layer": 4}),
         ("bert-base-uncased", "bert", sizes),
         ("google/vit-base-patch16-224", "vit", {"image_size": 224, "patch_size": 16}),
     )

@@ -160,23 +160,6 @@ def test_passages_are_repeated_at_their_distance():
         clm.repeated_passages(plain_rows(), distances=[8], passage=6, block_size=128)
 
 
-def test_passages_are_repeated_in_training():
-    rows = plain_rows(200)
-    found, places = clm.with_repetitions(rows, 0.5, 6), set()
-    assert found.column_names == rows.column_names and found["length"] == rows["length"]
-    for row, original in zip(found, rows, strict=True):
-        ids, given = row["input_ids"], original["input_ids"]
-        assert len(ids) == 64
-        if (changed := np.flatnonzero(ids != given)).size:
-            # What follows the insertion is what stood there, so that its size is the shift.
-            second = int(changed[0])
-            size = next(n for n in (6, 7, 8) if (ids[second + n :] == given[second : 64 - n]).all())
-            starts = [i for i in range(second - size + 1) if (ids[i : i + size] == ids[second : second + size]).all()]
-            places.add((starts[0], second, size))
-    assert 60 < len(places) < 140 and {size for *_, size in places} == {6, 7, 8}
-    assert max(second - start for start, second, _ in places) > 40
-
-
 def small_model(model_type, masked, *overrides, **options):
     sizes = ["num_hidden_layers=1", "num_attention_heads=2", "hidden_size=16", *overrides]
     kind = ModelArguments(model_type=model_type, tokenizer="given", config_overrides=sizes, **options)
@@ -247,7 +230,7 @@ def test_trained_tokenizer_is_lossless(kind):
 def test_losses_by_position_and_of_passages_are_reported(here, tmp_path, monkeypatch):
     for name, value in (("BUCKET", 16), ("PASSAGE", 8)):
         monkeypatch.setattr(clm, name, value)
-    more = "--attention", "linear", "--eval_positions", "--distances", 8, 24, "--repeat_share", 0.9, "--max_steps", 1
+    more = "--attention", "linear", "--eval_positions", "--distances", 8, 24, "--max_steps", 1
     figures = train("clm", here, tmp_path / "out", *more)["metrics"]
     buckets = [figures[f"eval_loss_at_{i}_{i + 15}"] for i in (0, 16, 32)]
     assert min(buckets) <= figures["eval_loss"] <= max(buckets)
