@@ -217,10 +217,8 @@ def _checkpoint(trainer: Trainer) -> str | None:
 
     Refused is one that has done --max_steps already, after which Trainer would do one more step, one without the state
     of the optimizer, with which Trainer would begin another schedule of the learning rate, and one of other attention.
-    A callback of stages compares these itself.
     """
-    args = trainer.args
-    found = args.resume_from_checkpoint or None
+    args, found = trainer.args, trainer.args.resume_from_checkpoint or None
     if found is True:
         found = last_complete_checkpoint(args.output_dir, args.world_size)
         if args.process_index == 0:
@@ -240,9 +238,9 @@ def _checkpoint(trainer: Trainer) -> str | None:
             f"{found} has no state of the optimizer (--save_only_model True), so that no training can continue from "
             "it; begin a new one with its model: --model"
         )
-    staged = any(isinstance(callback, hea.UptrainingCallback) for callback in trainer.callback_handler.callbacks)
     now = getattr(trainer.model, "config", None)
-    was = None if now is None or staged else type(now).from_pretrained(str(found))
+    staged = any(isinstance(callback, hea.UptrainingCallback) for callback in trainer.callback_handler.callbacks)
+    was = None if now is None or staged else type(now).from_pretrained(str(found))  # the callback compares stages
     if was and now and (was := was.efficient_attention) != (now := now.efficient_attention):
         raise ValueError(
             f"{found} was trained with the attention {was}, and the model now has {now}: resume with the --attention "
