@@ -238,15 +238,15 @@ def _checkpoint(trainer: Trainer) -> str | None:
             f"{found} has no state of the optimizer (--save_only_model True), so that no training can continue from "
             "it; begin a new one with its model: --model"
         )
-    now = getattr(trainer.model, "config", None)
+    # A schedule of stages compares them itself. Sharded checkpoints have no config.
+    now, stored = getattr(trainer.model, "config", None), pathlib.Path(found) / "config.json"
     staged = any(isinstance(callback, hea.UptrainingCallback) for callback in trainer.callback_handler.callbacks)
-    was = None if now is None or staged else type(now).from_pretrained(str(found))  # the callback compares stages
+    was = type(now).from_pretrained(str(found)) if now and stored.is_file() and not staged else None
     if was and now and (was := was.efficient_attention) != (now := now.efficient_attention):
         raise ValueError(
             f"{found} was trained with the attention {was}, and the model now has {now}: resume with the --attention "
             "and --set of the original training, or begin a new one with its model: --model"
         )
     if args.train_sampling_strategy == "group_by_length" and args.process_index == 0:
-        note = "with --train_sampling_strategy group_by_length a resumed run has other batches from the next epoch on"
-        print(note, file=sys.stderr)
+        print("resumed with group_by_length: later epochs have other batches than without a break", file=sys.stderr)
     return str(found)
