@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import hf_efficient_attn as hea
@@ -158,7 +158,7 @@ def run_and_report(
         trainer.add_callback(clock)
         if attention.switch_warmup_steps:
             trainer.add_callback(_SwitchWarmup(attention.switch_warmup_steps))
-        figures = dict(trainer.train(resume_from_checkpoint=_checkpoint(trainer)).metrics)
+        figures = dict(trainer.train(resume_from_checkpoint=_checkpoint(trainer, attention)).metrics)
         cuda = args.device.type == "cuda"
         peak = torch.tensor([torch.cuda.max_memory_allocated(args.device) if cuda else _peak_bytes()])
         figures |= _evaluate(trainer, evaluate)
@@ -212,13 +212,14 @@ def _evaluate(trainer: Trainer, data: Any) -> dict[str, Any]:
     return trainer.evaluate(data)
 
 
-def _checkpoint(trainer: Trainer) -> str | None:
+def _checkpoint(trainer: Trainer, attention: AttentionArguments) -> str | None:
     """The checkpoint to resume from; None to start anew.
 
     Refused is one that has done --max_steps already, after which Trainer would do one more step, one without the state
     of the optimizer, with which Trainer would begin another schedule of the learning rate, and one of other attention.
     """
-    args, found = trainer.args, trainer.args.resume_from_checkpoint or None
+    args = trainer.args
+    found = args.resume_from_checkpoint or None
     if found is True:
         found = last_complete_checkpoint(args.output_dir, args.world_size)
         if args.process_index == 0:
@@ -238,15 +239,15 @@ def _checkpoint(trainer: Trainer) -> str | None:
             f"{found} has no state of the optimizer (--save_only_model True), so that no training can continue from "
             "it; begin a new one with its model: --model"
         )
-    # A schedule of stages compares them itself. Sharded checkpoints have no config.
-    now, stored = getattr(trainer.model, "config", None), pathlib.Path(found) / "config.json"
-    staged = any(isinstance(callback, hea.UptrainingCallback) for callback in trainer.callback_handler.callbacks)
-    was = type(now).from_pretrained(str(found)) if now and stored.is_file() and not staged else None
-    if was and now and (was := was.efficient_attention) != (now := now.efficient_attention):
-        raise ValueError(
-            f"{found} was trained with the attention {was}, and the model now has {now}: resume with the --attention "
-            "and --set of the original training, or begin a new one with its model: --model"
-        )
+    # The callback of stages compares them itself. Sharded checkpoints have no config.
+    if attention.schedule() is None and (pathlib.Path(found) / "config.json").is_file():
+        was = AutoConfig.from_pretrained(found).efficient_attention
+        now = getattr(getattr(trainer.model, "config", None), "efficient_attention", None)
+        if was != now:
+            raise ValueError(
+                f"{found} was trained with the attention {was}, not {now}: resume with the --attention and --set of "
+                "the original training, or begin a new one with its model: --model"
+            )
     if args.train_sampling_strategy == "group_by_length" and args.process_index == 0:
         print("resumed with group_by_length: later epochs have other batches than without a break", file=sys.stderr)
     return str(found)

@@ -4,8 +4,7 @@
     python -m recipes.experiments show RUNS/glue                                 (prints the table again)
     python -m recipes.experiments curves RUNS/flurka_images --output recipes/pictures/flurka_images.png
 
-The other groups are imagenet, lm, long, lra, translation, flurka_images and flurka_books; groups.yaml has their recipes
-and options.
+The others are imagenet, lm, long, lra, translation, flurka_images and flurka_books; groups.yaml has their options.
 
 Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
 interrupted experiments continue. Runs with --extra options need another folder. DATA has glue/, images/, imdb/, models/
