@@ -18,7 +18,7 @@ README.md, the pages of docs/, model_cards/ and recipes/README.md mark the place
 
 `--write` replaces what is between the marks. A test compares the pages with the file.
 
-Commands run in the folder `--work`. What the commands of `prepare` make there, such as a trained model, is not made
+Commands run in the folder `--work`. A command of `prepare`, such as a training, that has succeeded there is not run
 again, so a kept folder continues. Duration: two to three hours on two idle cores without training (`--no-training`),
 and days with it. Expected: the tables of the documentation.
 """
@@ -172,8 +172,9 @@ def run(command: str, data: pathlib.Path, work: pathlib.Path, *more: str) -> Non
 def measured(spec: Spec, data: pathlib.Path, work: pathlib.Path) -> Rows:
     """Run the commands of a table in the folder `work`; its rows. A record has the number of its command."""
     for made, command in spec.prepare.items():
-        if not (work / made).exists():
+        if not (done := work / f"{made}.done").exists():  # an interrupted command leaves something unfinished
             run(command, data, work)
+            done.touch()
     records: Records = []
     for number, command in enumerate(spec.commands):
         path = work / (spec.read or f"figures-{number}.csv")
@@ -248,13 +249,9 @@ def shown(value: Any, column: str = "{x}") -> str:
     """A value as its column shows it."""
     match = _COLUMN.fullmatch(column)
     assert match is not None, column
-    return (
-        ""
-        if value is None
-        else f"{value}"
-        if isinstance(value, str)
-        else f"{value:{match['form'] or ''}}{match['unit']}"
-    )
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:{match['form'] or ''}}{match['unit']}"
 
 
 def table_text(spec: Spec, figures: Mapping[str, Any], name: str) -> str:

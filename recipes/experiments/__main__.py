@@ -6,9 +6,9 @@
 
 The others are imagenet, lm, long, lra, translation, flurka_images and flurka_books; groups.yaml has their options.
 
-Every run is a recipe in a separate process with its own folder. A run that has a metrics.json is not repeated, so that
-interrupted experiments continue. Runs with --extra options need another folder. DATA has glue/, images/, imdb/, models/
-and text/books. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
+Every run is a recipe in a process and a folder of its own. A run that has a metrics.json is not repeated, so that
+interrupted experiments continue. Runs with --extra options need another folder. DATA has glue/, images/, models/ and
+text/books/. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
 
 `curves` compares up-training with its reference runs. The claim of Gupta et al. 2023, section 4.2: a model that is
 trained with a base for a share of the steps, and then with a FLuRKA variant, ends better than one that has the variant
@@ -131,8 +131,9 @@ def run(
     only: option(str, "Only lines or tasks that contain this text.", metavar="TEXT") = "",
     extra: option(str, "Further options of the recipes, in quotes.", metavar="OPTIONS") = "",
 ) -> None:
-    """Run the missing experiments of some groups, and print their tables."""
-    chosen = {name: group_of(name, data_folder(data)) for name in groups}
+    """Run the missing experiments of some groups, and print their tables. The exit status is 1 if a run fails."""
+    output = output.absolute()  # recipes run in another folder
+    chosen = {name: group_of(name, data_folder(data).absolute()) for name in groups}
     waiting = []
     for name, group in chosen.items():
         for seed, (line, task) in ((seed, pair) for seed in range(seeds) for pair in group.pairs()):
@@ -148,6 +149,8 @@ def run(
                 tqdm.write(f"failed: {started[future]}: {future.result()}", file=sys.stderr)
     for name, group in chosen.items():
         show_group(name, group, output / name)
+    if any(future.result() is not None for future in started):
+        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: python -m recipes.experiments show runs/glue")
@@ -155,8 +158,8 @@ def show(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")], csv: Csv = None
 ) -> None:
     """Print the table of existing runs."""
-    if not folder.is_dir():
-        raise UnsupportedAttentionError(f"{folder} holds no runs: make them with the command run")
+    if not any(folder.glob(f"*/*/{METRICS}")):
+        raise UnsupportedAttentionError(f"{folder} holds no finished runs: make them with the command run")
     show_group(folder.name, group_of(folder.name, data_folder(None)), folder, csv)
 
 

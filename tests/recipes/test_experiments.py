@@ -58,21 +58,25 @@ def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch, ca
     runs = []
 
     def run_one(module, run_folder, threads):
+        assert run_folder.is_relative_to(folder / "runs") and str(folder / "data" / "glue") in module
         runs.append(module)
         if "linear" in module:
             return "error: no such thing"
         write(run_folder / "metrics.json", json.dumps({"metrics": {"eval_spearman": 0.25}}))
         return None
 
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(experiments, "run_one", run_one)
-    call = "run glue --only STS-B --output", folder / "runs"
-    assert run(experiments, *call) == 0
+    monkeypatch.setattr(experiments, "data_folder", lambda data: pathlib.Path("data"))
+    assert run(experiments, "show runs/glue") == 2 and "no finished runs" in capsys.readouterr().err
+    call = "run glue --only STS-B --output runs"
+    assert run(experiments, call) == 1
     first, printed = len(runs), capsys.readouterr()
     assert "no such thing" in printed.err and "0.250" in printed.out
-    assert run(experiments, *call) == 0
+    assert run(experiments, call) == 1
     # Only the failed run is repeated.
     assert first == 10 and len(runs) == 11 and "linear" in runs[-1]
-    assert run(experiments, "run glue --only exact --extra '--learning_rate 1e-3' --output", folder / "rate") == 0
+    assert run(experiments, "run glue --only exact --extra '--learning_rate 1e-3' --output runs/rate") == 0
     assert len(runs) == 15 and all(one[-2:] == ["--learning_rate", "1e-3"] for one in runs[11:])
 
 

@@ -79,7 +79,7 @@ def checkout(tmp_path, monkeypatch):
         ran.append(command)
         files.append(results.FIGURES.exists())
         if command == "train":
-            (work / "model").mkdir()
+            (work / "model").mkdir(exist_ok=True)
         elif command == "fail":
             raise OSError("fail: status 1")
         else:
@@ -114,7 +114,7 @@ def test_tables_are_measured_one_by_one_and_a_failed_one_keeps_its_values(checko
     output.write_text(json.dumps({"speed": entry | {"machine": "N"}, "broken": old, "gone": old}))
     assert run("-o", output, "--data", folder, "--work", folder / "work") == 1
     stored, said = json.loads(output.read_text()), capsys.readouterr().err
-    assert ran[3:] == ["one", "two", "fail"], "what prepares is there"
+    assert ran[3:] == ["one", "two", "fail"], "what prepares has succeeded"
     assert list(stored) == ["speed", "broken"] and stored["broken"] == old and stored["speed"] == entry
     assert "[2 of 2] broken" in said and "failed, with its values as before: broken: fail: status 1" in said
     assert run("-o", output, "--only", "advice") == 2 and "is not one of speed, broken" in capsys.readouterr().err
