@@ -13,7 +13,7 @@ tokens are asked for, and the novels in GPT-2, which is causal and has 2,048 pos
 With --auto the model is converted to `auto`. An approximated head is missed if its error is above `max_error`. With
 crossover=1, which is set here, every length is decided by the bound and every approximation is taken to pay.
 
-Duration: about 45 minutes on one core for three methods with 64 and 128 rows, and 4 minutes with --auto.
+Duration: about 25 minutes on one core for three methods with 64 and 128 rows, and 4 minutes with --auto.
 Expected: at most 1 % of layers missed at each number of rows, and medians of bound / error of 1.4 with 64 rows, 1.3
 with 96 and 1.25 with 128. With --auto at most 1 % of heads missed.
 """
