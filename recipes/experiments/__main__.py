@@ -171,11 +171,11 @@ def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path 
         if not any(reports.values()):
             continue
         cells = []
-        for column, (task, key) in group.figures.items():
+        for task, key in group.figures.values():
             values = [report["metrics"].get(key, report.get(key)) for report in reports[task]]
             values = [value for value in values if value is not None]
             seeds = max(seeds, len(values))
-            cells.append(mean_and_range(values, 0 if ", MiB" in column else 3))
+            cells.append(mean_and_range(values, 1 if max(values, default=0.0) > 10.0 else 3))  # percentages, shares
         lines.append((line, *cells))
     write([dict(zip(("attention", *group.figures), line, strict=True)) for line in lines], csv)
     typer.echo(table((name, *group.figures), lines))
