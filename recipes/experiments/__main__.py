@@ -4,11 +4,10 @@
     python -m recipes.experiments show RUNS/glue                                 (prints the table again)
     python -m recipes.experiments curves RUNS/flurka_images --output recipes/pictures/flurka_images.png
 
-The others are imagenet, lm, long, lra, translation, flurka_images and flurka_books; groups.yaml has their options.
-
-Every run is a recipe in a process and a folder of its own. A run that has a metrics.json is not repeated, so that
-interrupted experiments continue. Runs with --extra options need another folder. DATA has glue/, images/, models/ and
-text/books/. Steps, subsets and seeds are small, the same for every line of a table, and stated with it.
+groups.yaml has the options of these and of the other groups. Every run is a recipe in a process and a folder of its
+own. A run that has a metrics.json is not repeated, so that interrupted experiments continue. Runs with --extra options
+need another folder. DATA has glue/, images/, models/ and text/books/. Steps, subsets and seeds are small, the same for
+every line of a table, and stated with it.
 
 `curves` compares up-training with its reference runs. The claim of Gupta et al. 2023, section 4.2: a model that is
 trained with a base for a share of the steps, and then with a FLuRKA variant, ends better than one that has the variant
@@ -158,9 +157,10 @@ def show(
     folder: Annotated[pathlib.Path, typer.Argument(metavar="FOLDER", help="Runs of one group.")], csv: Csv = None
 ) -> None:
     """Print the table of existing runs."""
+    group = group_of(folder.name, data_folder(None))
     if not any(folder.glob(f"*/*/{METRICS}")):
         raise UnsupportedAttentionError(f"{folder} holds no finished runs: make them with the command run")
-    show_group(folder.name, group_of(folder.name, data_folder(None)), folder, csv)
+    show_group(folder.name, group, folder, csv)
 
 
 def show_group(name: str, group: Group, folder: pathlib.Path, csv: pathlib.Path | None = None) -> None:
