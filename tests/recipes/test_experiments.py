@@ -74,8 +74,7 @@ def test_runs_are_not_repeated_and_failures_are_reported(folder, monkeypatch, ca
     first, printed = len(runs), capsys.readouterr()
     assert "no such thing" in printed.err and "0.250" in printed.out
     assert run(experiments, call) == 1
-    # Only the failed run is repeated.
-    assert first == 10 and len(runs) == 11 and "linear" in runs[-1]
+    assert first == 10 and len(runs) == 11 and "linear" in runs[-1], "only the failed run is repeated"
     assert run(experiments, "run glue --only exact --extra '--learning_rate 1e-3' --output runs/rate") == 0
     assert len(runs) == 15 and all(one[-2:] == ["--learning_rate", "1e-3"] for one in runs[11:])
 

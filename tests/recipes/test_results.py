@@ -104,6 +104,7 @@ def test_tables_are_measured_one_by_one_and_a_failed_one_keeps_its_values(checko
     folder, ran, files = checkout
     output = results.FIGURES
     old = {"commands": ["fail"], "machine": "M", "date": "2026-01-01", "revision": "abc", "rows": {"a": {"ratio": 1}}}
+    (folder / "work" / "model").mkdir(parents=True)  # of an interrupted training
     assert run("-o", output, "--only", "speed", "--data", folder, "--work", folder / "work") == 0
     entry = json.loads(output.read_text())["speed"]
     assert ran == ["train", "one", "two"] and files == [False] * 3
