@@ -13,37 +13,20 @@ tokens is computed in parts, which are added in float32. Scores stay in float32 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.backends import BACKENDS, BLOCK_BACKENDS
-from hf_efficient_attn.ops.backends.backend import (
-    AttendCall,
-    Backend,
-    BlockBackend,
-    BlockCall,
-    BlockKeys,
-    Partial,
-    safe_row_max,
-)
+from hf_efficient_attn.ops.backends.backend import AttendCall, Backend, BlockBackend, BlockCall
+from hf_efficient_attn.ops.backends.backend import BlockKeys as BlockKeys
+from hf_efficient_attn.ops.backends.backend import Partial as Partial
+from hf_efficient_attn.ops.backends.backend import safe_row_max as safe_row_max
 from hf_efficient_attn.ops.backends.devices import runs_block_kernels
 from hf_efficient_attn.ops.tracing import exporting_to_onnx, kept_results
 
-__all__ = [
-    "LOG2_E",
-    "BlockKeys",
-    "Partial",
-    "attend",
-    "block_attention",
-    "keeps_pairs",
-    "merge",
-    "output_of",
-    "safe_row_max",
-    "takes_blocks",
-    "with_sinks",
-]
 # exp(x) = 2^(x LOG2_E): on the CPU exp2 takes a fraction of the time of exp.
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -117,17 +100,19 @@ def attend(
     backend = _backend_of(call)
     tensors = (query, key, value) if bias is None else (query, key, value, bias)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if needs_grad and backend.backward is not None:
-        return Partial(*_Attend.apply(backend, *call))  # type: ignore[no-untyped-call]
-    return backend.forward(call)
+    if not needs_grad or backend.backward is None:
+        return backend.forward(call)
+    options: tuple[Any, ...] = call[4:]
+
+    def call_of(*tensors: Any) -> AttendCall:
+        return AttendCall(*tensors, *options)
+
+    return Partial(*_Kernel.apply(backend, call_of, *call[:4]))  # type: ignore[no-untyped-call]
 
 
 def _backend_of(call: AttendCall) -> Backend:
-    """Return the first backend of the table that applies."""
-    for backend in BACKENDS:
-        if backend.applies(call):
-            return backend
-    raise AssertionError("the last backend takes every call")
+    """Return the first backend of the table that applies. The last one takes every call."""
+    return next(backend for backend in BACKENDS if backend.applies(call))
 
 
 def keeps_pairs(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, dropout_p: float) -> bool:
@@ -135,25 +120,31 @@ def keeps_pairs(query: Tensor, key: Tensor, bias: Tensor | None, scale: float, d
     return _backend_of(AttendCall(query, key, key, bias, scale, dropout_p, exporting_to_onnx())).backward is None
 
 
-class _Attend(torch.autograd.Function):
-    """Output and lse of `attend` by a backend that has a backward of its own."""
+class _Kernel(torch.autograd.Function):
+    """Output and lse of a call by a backend that has a backward of its own.
+
+    `call_of` makes the call from its tensors: query, key, value, the bias or the log-weights, and others, which have no
+    gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, backend: Backend, *call: Any) -> tuple[Tensor, Tensor]:
-        out, lse = kept_results(lambda: tuple(backend.forward(AttendCall(*call))))
-        *tensors, ctx.scale, ctx.dropout_p, ctx.is_exported = call
+    def forward(
+        ctx: Any, backend: Backend | BlockBackend, call_of: Callable[..., Any], *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = kept_results(lambda: tuple(backend.forward(call_of(*tensors))))
         ctx.save_for_backward(*tensors, out, lse)
         ctx.backend = backend
+        ctx.call_of = call_of
         ctx.set_materialize_grads(False)  # the backward computes less without a gradient of the lse
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, out, lse = ctx.saved_tensors
+        *tensors, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        call = AttendCall(query, key, value, bias, ctx.scale, ctx.dropout_p, ctx.is_exported)
-        gradients = ctx.backend.backward(call, Partial(out, lse), grad_out, grad_lse, ctx.needs_input_grad[4])
-        return None, *gradients, None, None, None
+        call = ctx.call_of(*tensors)
+        gradients = ctx.backend.backward(call, Partial(out, lse), grad_out, grad_lse, ctx.needs_input_grad[5])
+        return None, None, *gradients, *[None] * len(tensors[4:])
 
 
 def block_attention(
@@ -173,42 +164,29 @@ def block_attention(
         Partial of out (BH, Nq, Dv) and lse (BH, Nq), by position of the queries. None if no backend applies: then the
         caller computes the same by `attend`.
     """
-    call = BlockCall(query, key, value, keys, float(scale), dropout_p)
-    for backend in BLOCK_BACKENDS if runs_block_kernels(query.device) else ():
-        if backend.applies(call):
-            return Partial(*_BlockAttention.apply(backend, keys.log_weight, *call))  # type: ignore[no-untyped-call]
-    return None
+    backend = _block_backend_of(BlockCall(query, key, value, keys, float(scale), dropout_p))
+    if backend is None:
+        return None
+    given: dict[str, Any] = keys._asdict()
+    tensors: dict[str, Any] = {"log_weight": given.pop("log_weight")}
+    tensors |= {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    names = tuple(tensors)
+    others = {name: x for name, x in given.items() if name not in names}
+
+    def call_of(query: Tensor, key: Tensor, value: Tensor, *tensors: Any) -> BlockCall:
+        keys = BlockKeys(**others, **dict(zip(names, tensors, strict=True)))
+        return BlockCall(query, key, value, keys, float(scale), dropout_p)
+
+    return Partial(*_Kernel.apply(backend, call_of, query, key, value, *tensors.values()))  # type: ignore[no-untyped-call]
 
 
-class _BlockAttention(torch.autograd.Function):
-    """Output and lse of `block_attention`."""
-
-    @staticmethod
-    def forward(ctx: Any, backend: BlockBackend, log_weight: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
-        call = BlockCall(*given)
-        call = call._replace(keys=call.keys._replace(log_weight=log_weight))
-        out, lse = kept_results(lambda: tuple(backend.forward(call)))
-        tensors = *call[:3], *(x if isinstance(x, Tensor) else None for x in call.keys)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.others = [None if isinstance(x, Tensor) else x for x in call.keys]
-        ctx.backend = backend
-        ctx.rest = call[4:]
-        ctx.set_materialize_grads(False)  # the backward computes less without a gradient of the lse
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, *tensors, out, lse = ctx.saved_tensors
-        keys = BlockKeys(*(x if y is None else y for x, y in zip(tensors, ctx.others, strict=True)))
-        call = BlockCall(query, key, value, keys, *ctx.rest)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        *gradients, of_log_weight = ctx.backend.backward(
-            call, Partial(out, lse), grad_out, grad_lse, ctx.needs_input_grad[1]
-        )
-        return None, of_log_weight, *gradients, None, None, None
+def _block_backend_of(call: BlockCall) -> BlockBackend | None:
+    """Return the first backend of block attention that applies, or None."""
+    if not runs_block_kernels(call.query.device):
+        return None
+    return next((backend for backend in BLOCK_BACKENDS if backend.applies(call)), None)
 
 
 def takes_blocks(query: Tensor, key: Tensor, value: Tensor, keys: BlockKeys, dropout_p: float) -> bool:
     """Whether `block_attention` computes a call, and so holds nothing large besides its results."""
-    call = BlockCall(query, key, value, keys, 1.0, dropout_p)
-    return runs_block_kernels(query.device) and any(backend.applies(call) for backend in BLOCK_BACKENDS)
+    return _block_backend_of(BlockCall(query, key, value, keys, 1.0, dropout_p)) is not None
