@@ -54,11 +54,6 @@ class Tokens(NamedTuple):
     value: Tensor
     key_mask: Tensor | None
 
-    def reversed(self) -> "Tokens":
-        """Return the tokens in reverse order."""
-        mask = None if self.key_mask is None else self.key_mask.flip(1)
-        return Tokens(self.query.flip(1), self.key.flip(1), self.value.flip(1), mask)
-
 
 def union(*states: FeatureState) -> FeatureState:
     """Merge states into the state of all their tokens."""
@@ -83,7 +78,7 @@ def add_to_state(
         norm = (phi.mT @ weight).to(acc_dtype)  # (..., F, N) @ (..., N, 1) -> (..., F, 1)
         value = value * weight
     # (..., F, N) @ (..., N, Dv) -> (..., F, Dv), and 8 columns of norms
-    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm * _ones(norm)), -1)  # (..., F, Dv + 8)
+    sums = torch.cat(((phi.mT @ value).to(acc_dtype), norm * _ones(norm.dtype, norm.device)), -1)  # (..., F, Dv + 8)
     own = FeatureState(sums, log)
     return own if state is None else union(state, own)
 
@@ -151,7 +146,8 @@ def causal(
     if found is not None:
         return found
     if is_reversed:
-        later = causal(tokens.reversed(), features, dropout_p, distance=distance)
+        in_reverse = Tokens._make(None if x is None else x.flip(1) for x in tokens)
+        later = causal(in_reverse, features, dropout_p, distance=distance)
         return Partial(*(x.flip(1) for x in later))
     tokens = _moved(tokens, distance) if distance else tokens
     size = _SMALL_CHUNK if count_of(features, tokens) <= _FEW_FEATURES else _CHUNK
@@ -241,7 +237,7 @@ def _causal_segment(
     phi_k, log_weight = features.of_key(tokens.key, tokens.key_mask)
     dtype = phi_k.dtype
     value = tokens.value.to(dtype)
-    value = torch.cat((value, _ones(value).expand(*value.shape[:2], -1)), 2)  # (BH, N, Dv + 8)
+    value = torch.cat((value, _ones(dtype, value.device).expand(*value.shape[:2], -1)), 2)  # (BH, N, Dv + 8)
     phi_q, phi_k, value = (pad_to_blocks(x, size).flatten(0, 1) for x in (phi_q, phi_k, value))  # (BH * C, S, .)
     factors = None if log_weight is None else _factors(log_weight, size, None if state is None else state.log)
     weighted = value if factors is None else value * factors.of_key.to(dtype)  # (BH * C, S, Dv + 8)
@@ -287,13 +283,9 @@ def _states(sums: Tensor, factors: _Factors | None, state: FeatureState | None) 
     return both[0] + (start if factors is None else start[:, :-1]), both[1] + start[:, -1:]
 
 
-def _ones(x: Tensor) -> Tensor:
-    """Return `_ONES` as a tensor (8,) with the dtype and device of x."""
-    return _ones_on(x.dtype, x.device)
-
-
 @constant
-def _ones_on(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _ones(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return `_ONES` as a tensor (8,)."""
     return torch.tensor(_ONES, dtype=dtype, device=device)
 
 
@@ -319,21 +311,18 @@ def as_partial(sums: Tensor, total: Tensor, *logs: Tensor | None) -> Partial:
 
 
 def others(state: FeatureState, *, earlier_only: bool) -> FeatureState:
-    """Merge, for each block of a state (BH, T, ...), all other blocks, or only the blocks before it."""
-    sums, log = _sums_of_others(state.sums.flatten(2), state.log, earlier_only)
-    return FeatureState(sums.view(state.sums.shape), log)
-
-
-def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tensor, Tensor]:
-    """Compute `others` for sums (BH, T, M) and their logs (BH, T).
+    """Merge, for each block of a state (BH, T, ...), all other blocks, or only the blocks before it.
 
     Blocks form groups. One product adds up the other blocks of a block's group, and another one the sums of the other
     groups. Weights are relative to the largest one that is added up, so a block that is left out cannot hide others.
     """
+    sums = state.sums.flatten(2)  # (BH, T, M)
+    log = state.log  # (BH, T)
     num_blocks = sums.shape[1]
     largest = _largest_of_others(log, earlier_only)  # (BH, T)
     if num_blocks <= _GROUP:
-        return torch.bmm(_of_others(log, largest, earlier_only), sums), largest
+        own = torch.bmm(_of_others(log, largest, earlier_only), sums)
+        return FeatureState(own.view(state.sums.shape), largest)
     missing = -num_blocks % _GROUP
     groups = pad(sums, (0, 0, 0, missing)).unflatten(1, (-1, _GROUP)).flatten(0, 1)  # (BH * G, S, M)
     group_log, group_largest = (
@@ -342,11 +331,11 @@ def _sums_of_others(sums: Tensor, log: Tensor, earlier_only: bool) -> tuple[Tens
     ends = group_log.amax(2)  # (BH, G)
     whole = torch.bmm(torch.exp2(group_log - ends.unsqueeze(2)).to(sums.dtype).flatten(0, 1).unsqueeze(1), groups)
     # (BH, G, M), (BH, G)
-    others, others_log = _sums_of_others(whole.view(len(sums), -1, sums.shape[2]), ends, earlier_only)
+    rest = others(FeatureState(whole.view(len(sums), -1, sums.shape[2]), ends), earlier_only=earlier_only)
     own = torch.bmm(_of_others(group_log.flatten(0, 1), group_largest.flatten(0, 1), earlier_only), groups)
-    factor = torch.exp2(others_log.unsqueeze(2) - group_largest).clamp(max=1.0)  # (BH, G, S)
-    both = torch.addcmul(own.view(*factor.shape, -1), others.unsqueeze(2), factor.unsqueeze(3))  # (BH, G, S, M)
-    return both.flatten(1, 2)[:, :num_blocks], largest
+    factor = torch.exp2(rest.log.unsqueeze(2) - group_largest).clamp(max=1.0)  # (BH, G, S)
+    both = torch.addcmul(own.view(*factor.shape, -1), rest.sums.unsqueeze(2), factor.unsqueeze(3))  # (BH, G, S, M)
+    return FeatureState(both.flatten(1, 2)[:, :num_blocks].view(state.sums.shape), largest)
 
 
 def _largest_of_others(log: Tensor, earlier_only: bool) -> Tensor:
@@ -367,29 +356,10 @@ def _of_others(log: Tensor, largest: Tensor, earlier_only: bool) -> Tensor:
     return factors.masked_fill_(torch.eye(log.shape[1], dtype=torch.bool, device=log.device), 0.0)
 
 
-def features_beyond(
-    tokens: Tokens, features: Features, distance: int, is_causal: bool, dropout_p: float, state: FeatureState | None
-) -> list[Partial]:
-    """Compute attention of query i to the keys up to i - `distance` (at least 1) and from i + `distance` on.
-
-    The tokens of a state are far from every query.
-
-    Returns:
-        Partials of out (BH, N, Dv) and lse (BH, N): one if `is_causal`, else two.
-    """
-    earlier = causal(tokens, features, dropout_p, state, distance=distance)
-    if is_causal:
-        return [earlier]
-    return [earlier, causal(tokens, features, dropout_p, distance=distance, is_reversed=True)]
-
-
 def _moved(tokens: Tokens, distance: int) -> Tokens:
     """Shift the keys by `distance` positions. Masked keys come before them."""
     query, key, value, key_mask = tokens
     length = key.shape[1]
     key_mask = torch.ones_like(key[:1, :, 0], dtype=torch.bool) if key_mask is None else key_mask
-    if exporting_to_onnx():  # N is unknown, and may be less than the distance
-        key, value = (pad(x, (0, 0, distance, 0))[:, :length] for x in (key, value))
-        return Tokens(query, key, value, pad(key_mask, (distance, 0))[:, :length])
-    key, value = (pad(x, (0, 0, distance, -distance)) for x in (key, value))
-    return Tokens(query, key, value, pad(key_mask, (distance, -distance)))
+    key, value = (pad(x, (0, 0, distance, 0))[:, :length] for x in (key, value))
+    return Tokens(query, key, value, pad(key_mask, (distance, 0))[:, :length])

@@ -20,17 +20,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, merge
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
 from hf_efficient_attn.ops.exact import mask_bias
-from hf_efficient_attn.ops.features.directions import through_directions
 from hf_efficient_attn.ops.features.maps import EMPTY, Features, log_weights_naive
 from hf_efficient_attn.ops.features.sums import (
     FeatureState,
     Tokens,
     add_to_state,
     bidirectional,
+    by_kernel,
     causal,
-    features_beyond,
     numel_of_head,
     query_state,
     union,
@@ -116,7 +115,7 @@ def feature_attention(
     tokens = Tokens(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), mask)  # (BH, N, .)
     features = call.features(query)
     if not call.is_causal and features.fused.directions is not None:
-        return through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
+        return _through_directions(tokens, features, call.dropout_p).to(value.dtype).view(*query.shape[:3], -1)
 
     def some_heads(tokens: Tokens, maps: Maps, before: FeatureState | None) -> Tensor:
         features = call.of_maps(*maps)
@@ -130,6 +129,34 @@ def feature_attention(
     out = _over_heads(some_heads, tokens, maps, before, numel=size, num_features=call.num_features, call=call)
     result: Tensor = out.unflatten(0, query.shape[:2])
     return result
+
+
+def _through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
+    """Compute `bidirectional` for features that are exponentials by two softmax attentions, without storing features.
+
+    The directions attend to the keys, with the log factors of the keys as a bias. The queries attend to the
+    directions, whose values are these outputs and whose bias is their lse.
+    """
+    found = by_kernel(tokens, features, dropout_p, is_causal=False)
+    if found is not None:
+        return found.out
+    query, key, value, key_mask = tokens
+    scale = features.fused.scale
+    assert features.fused.directions is not None
+    acc_dtype = accumulation_dtype(key.dtype)
+    query, key, value = (x.to(product_dtype(x)).unsqueeze(1) for x in (query, key, value))  # (BH, 1, N, .)
+    exact = features.fused.directions.to(acc_dtype)  # (F, D)
+    directions = exact.to(key.dtype).expand(key.shape[0], 1, -1, -1)  # (BH, 1, F, D)
+    bias = torch.linalg.vector_norm(key, dim=3, dtype=acc_dtype).square().unsqueeze(2) * (-0.5 * abs(scale))
+    if key_mask is not None:  # (BH, 1, 1, Nk)
+        bias = bias.masked_fill(~key_mask[:, None, None], -torch.inf)
+    first = directions
+    if key.dtype != acc_dtype:  # directions as sums of two numbers: rounded ones would choose other features
+        rest = (exact - exact.to(key.dtype)).to(key.dtype).expand_as(directions)
+        first, key = torch.cat((directions, rest), 3), torch.cat((key, key), 3)
+    values, lse = attend(first, key, value, bias, scale=1.0)  # (BH, 1, F, Dv), (BH, 1, F)
+    sign = 1.0 if scale >= 0 else -1.0
+    return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
 def _over_heads(
@@ -210,7 +237,10 @@ def _window_and_features(
     if not exporting_to_onnx() and length <= call.window_size + 1:
         return near.out
     features = call.of_maps(*maps)
-    far = features_beyond(tokens, features, call.window_size + 1, call.is_causal, dropout_p, before)
+    distance = call.window_size + 1  # the tokens of the state are farther from every query
+    far = [causal(tokens, features, dropout_p, before, distance=distance)]
+    if not call.is_causal:
+        far.append(causal(tokens, features, dropout_p, distance=distance, is_reversed=True))
     return merge(near, *(Partial(x.out, x.lse + log_weight) for x in far)).out.to(tokens.value.dtype)
 
 
