@@ -188,7 +188,11 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
             inverse = torch.bmm(factor.mT, factor)  # (BH, m, m)
 
     def solve(right: Tensor) -> Tensor:
-        return _solve(lower, right) if inverse is None else torch.bmm(inverse, right)
+        if inverse is not None:
+            return torch.bmm(inverse, right)
+        half = torch.linalg.solve_triangular(lower, right, upper=False)
+        solved: Tensor = torch.linalg.solve_triangular(lower.mT, half, upper=True)
+        return solved
 
     solved = solve(right)  # (BH, m, N)
     if not (torch.is_grad_enabled() and (kernel.requires_grad or right.requires_grad)):
@@ -196,13 +200,6 @@ def regularized_solve(kernel: Tensor, right: Tensor, ridge: float) -> Tensor:
     # A step of refinement has the value of the solution, and its gradient by R and K.
     solved = solved.detach()
     return solved + solve(right - system @ solved)
-
-
-def _solve(lower: Tensor, right: Tensor) -> Tensor:
-    """Compute (L L^T)^-1 R for lower triangular matrices (BH, m, m) and R (BH, m, N)."""
-    half = torch.linalg.solve_triangular(lower, right, upper=False)
-    solved: Tensor = torch.linalg.solve_triangular(lower.mT, half, upper=True)
-    return solved
 
 
 @constant

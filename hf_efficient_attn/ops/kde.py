@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, attend
+from hf_efficient_attn.ops.attend import Partial, attend, output_of
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.shards import Seed
@@ -268,8 +268,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale:
     def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
         # (1, R, 1, D), (1, R, M, D), (1, R, M, Dv), (1, R, 1, M)
         own = query[None, :, None], key[keys][None], value[keys][None], bias[None, :, None]
-        out, lse = (x[0, :, 0] for x in attend(*own, scale=scale, dropout_p=dropout_p))  # (R, Dv), (R,)
-        return torch.cat((out.to(lse.dtype), lse.unsqueeze(1)), 1)  # (R, Dv + 1)
+        return output_of(attend(*own, scale=scale, dropout_p=dropout_p), True)[0, :, 0]  # (R, Dv + 1)
 
     # `sliced` computes this again in the backward pass, because autograd would keep a copy of the keys of every query.
     rows = query[part.queries], part.keys, part.bias.to(accumulation_dtype(query.dtype))

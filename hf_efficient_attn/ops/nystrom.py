@@ -133,9 +133,8 @@ def landmark_attention(
     dtype = acc_dtype if dtype == torch.float16 else dtype
     if key_mask is None and exporting_to_onnx():  # one graph for few and for many tokens
         key_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-    landmarks = _find_landmarks(query, key, value, key_mask, options.num_landmarks, shards)
-    queries = landmarks.query.to(dtype)
-    keys = landmarks.key.to(dtype)
+    landmarks, of_mask = _find_landmarks(query, key, value, key_mask, options.num_landmarks, shards)
+    queries, keys = (x.to(dtype) for x in landmarks[:2])  # (BH, L, D)
     tokens, values = (_all_heads(x, num_heads).to(dtype)[:, None] for x in (key, value))  # (BH, 1, Nk, .)
     bias = None
     if key_mask is not None:
@@ -143,16 +142,14 @@ def landmark_attention(
     part = attend(queries[:, None], tokens, values, bias, scale=options.scale)  # B V
     if shards is not None:
         part = merge(*gather_partials(Partial(part.out.to(acc_dtype), part.lse), shards.group))
-    # A: (BH, L, L)
-    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), landmarks.segments, options.scale)
+    middle = _middle_factor(queries.to(acc_dtype), keys.to(acc_dtype), of_mask, options.scale)  # A: (BH, L, L)
     values = part.out[:, 0].to(acc_dtype)  # (BH, L, Dv)
     values = iterative_pinv(middle, options.iterations) @ values if options.iterations else damped_solve(middle, values)
     landmark_bias = None
-    if landmarks.value is not None and landmarks.segments is not None:
-        few, _, no_keys = landmarks.segments
+    if of_mask is not None and len(landmarks) > 2:
         # With the values of the tokens in place of Z B V, F Z B V is exact attention.
-        values = torch.where(few[:, None, None], landmarks.value, values)
-        landmark_bias = mask_bias(~no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
+        values = torch.where(of_mask.few[:, None, None], landmarks[2], values)
+        landmark_bias = mask_bias(~of_mask.no_keys, acc_dtype)[:, None, None]  # (BH, 1, 1, L)
     # Weights that exceed the range of float16 need the wider dtype.
     result = value.dtype if value.dtype == torch.bfloat16 else dtype
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys[:, None], values[:, None].to(dtype), landmark_bias
@@ -167,19 +164,13 @@ class _OfMask(NamedTuple):
     no_keys: Tensor  # bool (BH, L), whether a segment has no key
 
 
-class _Landmarks(NamedTuple):
-    """Means of segments of the valid tokens, in the accumulation dtype."""
-
-    query: Tensor  # (BH, L, D)
-    key: Tensor  # (BH, L, D)
-    value: Tensor | None  # (BH, L, Dv), or None if no sequence has few tokens
-    segments: _OfMask | None  # None without a mask: then all segments have tokens
-
-
 def _find_landmarks(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, count: int, shards: Shards | None
-) -> _Landmarks:
-    """Compute `count` landmarks of queries, keys and, where there are few tokens, values (B, H, N, .)."""
+) -> tuple[list[Tensor], _OfMask | None]:
+    """Compute `count` landmarks (BH, L, .) of queries, keys and, if a sequence may have few tokens, of values.
+
+    They have the accumulation dtype. Without a mask all segments have tokens, and the second result is None.
+    """
     batch, num_heads, q_len, _ = query.shape
     kv_len = key.shape[2]
     device = query.device
@@ -203,8 +194,7 @@ def _find_landmarks(
     else:
         sums = total([segment_sums(*x) for x in given], shards.group)
         means = [x / n.sizes.clamp(min=1)[:, None, :, None] for x, (_, n) in zip(sums, given, strict=True)]
-    means = [_all_heads(x, num_heads) for x in means]  # (BH, L, .)
-    return _Landmarks(means[0], means[1], means[2] if len(means) > 2 else None, of_mask)
+    return [_all_heads(x, num_heads) for x in means], of_mask
 
 
 def _middle_factor(query: Tensor, key: Tensor, of_mask: _OfMask | None, scale: float) -> Tensor:

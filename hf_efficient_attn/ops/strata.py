@@ -128,15 +128,15 @@ def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None)
         beyond the end has any index.
     """
     batch_heads, groups, size = lengths.shape
-    if points.dtype == torch.int64:  # sums of integers are exact
-        ends = (lengths * 2.0**_LINE_BITS).to(torch.int64).cumsum(2)
-        total = _of_group(ends[..., -1:], group)
+    as_integers = points.dtype == torch.int64  # whose sums are exact
+    ends = ((lengths * 2.0**_LINE_BITS).to(torch.int64) if as_integers else lengths).cumsum(2)
+    total = ends[..., -1:]
+    if group is not None:
+        total = total.gather(1, group.unsqueeze(2).expand(batch_heads, -1, -1))  # (BH, S, 1)
+    if as_integers:
         stretch = stretch << _LINE_BITS
         points = torch.minimum(points, total).clamp_(min=1)
         total = total.to(lengths.dtype) * 2.0**-_LINE_BITS
-    else:
-        ends = lengths.cumsum(2)
-        total = _of_group(ends[..., -1:], group)
     if group is not None:
         # The groups are laid end to end as well, so that one search serves all of them.
         ends = ends + stretch * integers(groups, ends.device).to(ends.dtype)[:, None]  # (BH, G, N)
@@ -146,8 +146,3 @@ def _locate(lengths: Tensor, points: Tensor, stretch: int, group: Tensor | None)
     found.clamp_(max=groups * size - 1)
     length = lengths.view(batch_heads, -1).gather(1, found)
     return found.remainder_(size).view_as(points), length.view_as(points), total
-
-
-def _of_group(totals: Tensor, group: Tensor | None) -> Tensor:
-    """Return the totals (BH, G, 1) of the group of each sample: (BH, S, 1)."""
-    return totals if group is None else totals.gather(1, group.unsqueeze(2).expand(len(totals), -1, -1))

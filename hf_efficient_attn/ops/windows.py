@@ -4,7 +4,6 @@ Queries are cut into blocks. Each block attends to a view of the keys, and these
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -203,10 +202,8 @@ def _window_and_global(
     if not num_global:
         return output_of(window(query, key, value, mask, table), with_lse)
     tokens = _first_valid(mask, num_global, length, query.device)
-    attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
     # The global tokens attend to all tokens. These outputs replace their outputs in the window.
-    of_global = output_of(_attention_of_global(query, key, value, mask, tokens, is_causal, attend_to), with_lse)
-    of_global = of_global[:, 0]  # (BH, G, Dv)
+    of_global = output_of(_attention_of_global(query, key, value, mask, tokens, call), with_lse)  # (BH, G, Dv)
     if mask is None and num_global == length:
         return of_global
     found = None
@@ -252,22 +249,17 @@ def _attention_to_global(
 
 
 def _attention_of_global(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    tokens: "_GlobalTokens",
-    is_causal: bool,
-    attend_to: Callable[..., Partial],
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tokens: "_GlobalTokens", call: WindowCall
 ) -> Partial:
-    """Compute attention of the global tokens to all tokens (BH, N, .): out (BH, 1, G, Dv) and lse (BH, 1, G)."""
+    """Compute attention of the global tokens to all tokens (BH, N, .): out (BH, G, Dv) and lse (BH, G)."""
     bias = None if mask is None else mask_bias(mask, query.dtype)[:, None, None]  # (1 or BH, 1, 1, N)
-    if is_causal:
+    if call.is_causal:
         position = torch.arange(query.shape[1], device=query.device)
         earlier = position <= tokens.positions[:, None, :, None]  # (1 or BH, 1, G, N)
         bias = mask_bias(earlier, query.dtype) if bias is None else bias.masked_fill(~earlier, -torch.inf)
     rows = take(query, tokens.positions.expand(query.shape[0], -1))[:, None]  # (BH, 1, G, D)
-    return attend_to(rows, key[:, None], value[:, None], bias)
+    out, lse = attend(rows, key[:, None], value[:, None], bias, scale=call.scale, dropout_p=call.dropout_p)
+    return Partial(out[:, 0], lse[:, 0])
 
 
 class _GlobalTokens(NamedTuple):

@@ -53,7 +53,14 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkO
     blocks = _query_blocks(q_len, key.shape[1], plan.window, device)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, maps: Maps, noises: tuple[Tensor | None, ...]) -> Tensor:
-        mean_keys, betas = _summaries((query, key, value), plan, maps, noises, options.scale)
+        mean_keys = []
+        betas = []
+        for query_part, key_part, noise in zip(plan.query_chunks, plan.key_chunks, noises, strict=True):
+            means = chunk_means(query_part.take(query), query_part.valid)  # (BH, C, D)
+            tokens = key_part.take(key), key_part.take(value)  # (BH, C, P, D), (BH, C, P, Dv)
+            mean_key, beta = summarize(means, tokens, key_part.valid, maps, noise, options.scale)
+            mean_keys.append(mean_key)
+            betas.append(beta)
         queries = query if blocks.order is None else query.index_select(1, blocks.order)
         queries = pad_to_blocks(queries, blocks.block_q)  # (BH, S, block_q, D)
         keys = _seen(key, mean_keys, plan)  # (BH, S, window + C + levels, D)
@@ -121,35 +128,11 @@ def _query_blocks(q_len: int, kv_len: int, window: int, device: torch.device) ->
     return _QueryBlocks(block_q, order, slot)
 
 
-def _summaries(
-    tensors: tuple[Tensor, Tensor, Tensor], plan: _Plan, maps: Maps, noises: tuple[Tensor | None, ...], scale: float
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Summarize the chunks, and the groups of each level: mean keys (BH, C, D) and estimated values (BH, C, Dv).
-
-    `tensors` are queries, keys and values (BH, N, .). There is noise for the chunks and for each level.
-    """
-    query, key, value = tensors
-    mean_keys = []
-    betas = []
-    for query_part, key_part, noise in zip(plan.query_chunks, plan.key_chunks, noises, strict=True):
-        means = chunk_means(query_part.take(query), query_part.valid)  # (BH, C, D)
-        tokens = key_part.take(key), key_part.take(value)  # (BH, C, P, D), (BH, C, P, Dv)
-        mean_key, beta = summarize(means, tokens, key_part.valid, maps, noise, scale)
-        mean_keys.append(mean_key)
-        betas.append(beta)
-    return mean_keys, betas
-
-
 def _seen(x: Tensor, summaries: list[Tensor], plan: _Plan) -> Tensor:
-    """Put keys or values together that a window sees: its own, all chunks, and a group of each level.
+    """Put keys or values (BH, Nk, .) together that a window sees: its own, all chunks, and a group of each level.
 
-    Args:
-        x: (BH, Nk, .), keys or values.
-        summaries: (BH, C, .), the summaries of the chunks, and of the groups of each level.
-        plan: what the windows see.
-
-    Returns:
-        (BH, S, window + C + levels, .) for S windows.
+    `summaries` (BH, C, .) are those of the chunks, and of the groups of each level. Returns (BH, S, window + C +
+    levels, .) for S windows.
     """
     chunks, *levels = summaries
     near = pad_to_blocks(x, plan.window)  # (BH, S, window, .)

@@ -303,9 +303,12 @@ def rounds_attention(
         first = start.gather(2, query_rank // plan.block_q)
 
         def one_round(s: int) -> Partial:
-            found = _first_round(query, key, value, some, scale, dropout_p) if s == 0 and not others else None
-            if found is not None:
-                return found
+            if s == 0 and not others:  # no bias
+                first_round = some._replace(query_order=query_order[:, 0], key_order=key_order[:, 0], start=start[:, 0])
+                ranges = key_ranges(first_round, key)
+                found = block_attention(query, key, value, ranges, scale=scale, dropout_p=dropout_p)
+                if found is not None:
+                    return found
             own = queries[:, s]
             own_keys = keys[:, s]
             # Round t contains a pair if the rank of the key is in the block of keys of the query.
@@ -325,15 +328,6 @@ def rounds_attention(
     draws = dropout_p > 0.0
     some = plan._replace(num_queries=query.shape[1])
     return sliced(some_heads, query, key, value, some, size=size, draws=draws, recompute=draws)
-
-
-def _first_round(
-    query: Tensor, key: Tensor, value: Tensor, plan: NearField, scale: float, dropout_p: float
-) -> Partial | None:
-    """Compute the first round, which has no bias, by a kernel; None without one."""
-    assert plan.query_order is not None and plan.key_order is not None
-    first = plan._replace(query_order=plan.query_order[:, 0], key_order=plan.key_order[:, 0], start=plan.start[:, 0])
-    return block_attention(query, key, value, key_ranges(first, key), scale=scale, dropout_p=dropout_p)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
