@@ -152,14 +152,6 @@ def block_attention(
 ) -> Partial | None:
     """Compute attention of blocks of queries to their keys by a kernel that reads the keys where they are.
 
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        keys: the keys of each block.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
     Returns:
         Partial of out (BH, Nq, Dv) and lse (BH, Nq), by position of the queries. None if no backend applies: then the
         caller computes the same by `attend`.

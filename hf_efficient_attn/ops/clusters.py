@@ -16,11 +16,7 @@ def even_positions(kv_len: int, count: int, device: torch.device) -> Tensor:
 
 
 def candidate_positions(key_mask: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-    """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence.
-
-    Args:
-        key_mask: bool (B, Nk), True for valid keys.
-        limit: the largest number of candidates.
+    """Choose at most `limit` candidates for pivots, evenly spaced among the valid keys of each sequence, bool (B, Nk).
 
     Returns:
         position: int64 (B, C). C is the smaller of Nk and `limit`. The candidates that exist come first, in ascending
@@ -83,14 +79,8 @@ def cluster_sums(cluster: Tensor, x: Tensor, count: int) -> Tensor:
 def weighted_sums(cluster: Tensor, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Sum the weighted members of each of `count` clusters, and their weights.
 
-    Args:
-        cluster: int64 (BH, C).
-        x: (BH, C, F).
-        weight: (BH, C), in the accumulation dtype.
-        count: m, the number of clusters.
-
-    Returns:
-        (BH, m, F) and (BH, m), in the accumulation dtype.
+    int64 (BH, C), (BH, C, F) and weights (BH, C) -> (BH, m, F) and (BH, m). Weights and results have the accumulation
+    dtype.
     """
     acc_dtype = weight.dtype
     by_products = count <= _MOST_PRODUCTS and not adds_by_index(x.device)
@@ -112,15 +102,9 @@ def weighted_sums(cluster: Tensor, x: Tensor, weight: Tensor, count: int) -> tup
 
 
 def cluster_means(sums: Tensor, weight: Tensor, first: Tensor) -> Tensor:
-    """Divide sums of weighted points by sums of weights.
+    """Divide the sums of the weighted points of each cluster, (BH, m, D), by the sums of the weights, (BH, m).
 
-    Args:
-        sums: (BH, m, D), the sums of the weighted points of each cluster.
-        weight: (BH, m), the sums of the weights.
-        first: (BH, m, D), the result for a cluster without weight.
-
-    Returns:
-        (BH, m, D).
+    A cluster without weight gets its point in `first`, (BH, m, D).
     """
     weight = weight.unsqueeze(2)  # (BH, m, 1)
     return torch.where(weight > 0, sums / weight.clamp(min=_LEAST_WEIGHT), first)
@@ -129,14 +113,8 @@ def cluster_means(sums: Tensor, weight: Tensor, first: Tensor) -> Tensor:
 def lloyd_step(points: Tensor, terms: Tensor, centers: Tensor, exists: Tensor | None = None) -> Tensor:
     """Move each center to the weighted mean of the points to which it is the nearest (Lloyd 1982).
 
-    Args:
-        points: (BH, C, D).
-        terms: (BH, C, D + 1), the points times their weights, and the weights.
-        centers: (BH, m, D).
-        exists: bool (BH, m), as for `nearest`.
-
-    Returns:
-        (BH, m, D). A center without a point stays.
+    Takes points (BH, C, D), their `terms` (BH, C, D + 1), which are the points times their weights, and the weights,
+    and centers (BH, m, D). `exists` is that of `nearest`. A center without a point stays.
     """
     sums = cluster_sums(nearest(points, centers, exists), terms, centers.shape[1])  # (BH, m, D + 1)
     return cluster_means(sums[..., :-1], sums[..., -1], centers)

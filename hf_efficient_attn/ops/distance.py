@@ -36,15 +36,10 @@ class Bias(NamedTuple):
 
 
 def pair_means(terms: Tensor, distance: Tensor, size: int) -> Tensor:
-    """Compute the means of a function of the distance over all pairs of two blocks of `size` positions.
+    """Compute the means of a function of the distance over all pairs of two blocks of `size` positions: (BH, T, S).
 
-    Args:
-        terms: (BH, 2E + 1), the function at the distances -E to E.
-        distance: int64 (1 or BH, T, S), between the middles of the blocks, at most E - size.
-        size: positions of a block.
-
-    Returns:
-        (BH, T, S).
+    `terms`, (BH, 2E + 1), are the function at the distances -E to E. `distance`, int64 (1 or BH, T, S), is the one
+    between the middles of the blocks, at most E - size.
     """
     # The mean of `size` neighbors, taken twice. Its first entry belongs to blocks at the distance size - 1 - E.
     means = avg_pool1d(avg_pool1d(terms, size, 1), size, 1)  # (BH, 2E + 3 - 2 size)

@@ -35,17 +35,7 @@ def exact_attention(
     dropout_p: float = 0.0,
     with_lse: bool = False,
 ) -> Tensor:
-    """Compute softmax(scale * query key^T) value.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        is_causal: whether query i attends to the keys up to i only. Then Nq = Nk.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-        with_lse: whether to return the lse as well (`output_of`).
+    """Compute softmax(scale * query key^T) value, in the causal form for Nq = Nk.
 
     Returns:
         (BH, Nq, Dv or Dv + 1); 0 for queries without a key.
@@ -84,13 +74,8 @@ def bias_of(table: Tensor, distance: Tensor) -> Tensor:
 def bias_between(table: Tensor, query_position: Tensor, key_position: Tensor) -> Tensor:
     """Look up the bias of blocks, whose positions may differ between heads.
 
-    Args:
-        table: (BH, 2R + 1).
-        query_position: int64 (BH or 1, T, Nq).
-        key_position: int64 (BH or 1, T, Nk).
-
-    Returns:
-        (BH, T, Nq, Nk).
+    Takes a table (BH, 2R + 1), and the positions of queries and keys, int64 (BH or 1, T, Nq) and (BH or 1, T, Nk).
+    Returns (BH, T, Nq, Nk).
     """
     distance = key_position.unsqueeze(2) - query_position.unsqueeze(3)  # (BH or 1, T, Nq, Nk)
     if len(distance) == 1:

@@ -118,15 +118,7 @@ def pad_to_blocks(x: Tensor, size: int) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Gather the tokens of each head by index.
-
-    Args:
-        x: (BH, N, D).
-        index: int64 (BH, ...), each below N.
-
-    Returns:
-        (BH, ..., D).
-    """
+    """Gather the tokens of each head by index: x (BH, N, D), int64 (BH, ...) below N -> (BH, ..., D)."""
     if x.requires_grad and torch.is_grad_enabled() and adds_by_index(x.device):
         # Gathering along the first dimension with an expanded index processes whole tokens, forward and backward.
         flat = flat_index(index, x.shape[1]).view(-1, 1).expand(-1, x.shape[2])  # (BH * ..., D)

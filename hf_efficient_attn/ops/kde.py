@@ -279,11 +279,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale:
 def parts_by_budget(budget: int, queries: Tensor, keys: Tensor, seed: int | Tensor) -> Iterator[Part]:
     """Yield all queries with `budget` keys each: up to half of the keys share buckets, the others are drawn.
 
-    Args:
-        budget: the number of keys for each query.
-        queries: (Nq, d), in units of the bandwidth.
-        keys: (n, d), in units of the bandwidth.
-        seed: seed of the hash and of the draws.
+    Queries (Nq, d) and keys (n, d) are in units of the bandwidth. The seed is that of the hash and of the draws.
     """
     num_queries = len(queries)
     num_keys = len(keys)

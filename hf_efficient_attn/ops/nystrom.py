@@ -42,12 +42,7 @@ def segment_sizes(num_tokens: Tensor, num_segments: int) -> Tensor:
 def find_segments(key_mask: Tensor | None, total: int, own: slice, num_segments: int, device: torch.device) -> Segments:
     """Cut `total` tokens into segments, and count the positions of each segment among the positions `own`.
 
-    Args:
-        key_mask: bool (B, total), or None if all tokens are valid.
-        total: the number of tokens.
-        own: the positions that the lengths count.
-        num_segments: L.
-        device: the device of the result.
+    `key_mask` is bool (B, total), or None if all tokens are valid.
     """
     if key_mask is None:
         sizes, lengths = _plain_segments(total, own.start, own.stop, num_segments, device)
@@ -221,14 +216,7 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
     It starts from Z = A^T / (|A|_1 |A|_inf), and a step is Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4. With
     e = 1 - s z, for singular values s of A and z of Z, a step takes e to e^3 (3 + e) / 4. A small s z grows by a factor
     of 13/4 per step, so that few steps leave small singular values damped. Each matrix starts from its own norms and
-    does not depend on the others.
-
-    Args:
-        matrix: (BH, L, M). Rows and columns of zeros remain zeros.
-        iterations: number of steps.
-
-    Returns:
-        (BH, M, L).
+    does not depend on the others: (BH, L, M) -> (BH, M, L). Rows and columns of zeros remain zeros.
     """
     z = matrix.mT / _norm_bound(matrix)  # (BH, M, L)
     for _ in range(iterations):

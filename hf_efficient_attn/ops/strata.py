@@ -27,15 +27,10 @@ def strata(number: Tensor, offset: Tensor, available: Tensor | int, count: Tenso
 
 
 def stratified_ranks(count: int, available: Tensor | int, offset: Tensor) -> Tensor:
-    """Evenly spread ranks below `available`, one from each of `count` equal strata.
+    """Evenly spread ranks below `available`, one from each of `count` equal strata: int64 (BH, count).
 
-    Args:
-        count: number of ranks.
-        available: an integer, or int64 broadcastable to the result. If it is 0 the ranks are 0.
-        offset: float64 in (0, 1), where in its stratum each rank lies; the last dimension is 1, or `count`.
-
-    Returns:
-        int64 (BH, count), for `offset` (BH, 1).
+    `available` is an integer, or int64 that broadcasts to the result; if it is 0 the ranks are 0. The offset in (0, 1),
+    float64 (BH, 1 or count), is where in its stratum each rank lies.
     """
     return clamp_index(strata(integers(count, offset.device), offset, available, count), available - 1)
 
@@ -80,17 +75,9 @@ def independent_sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample with replacement, with probabilities p_j proportional to the scores and weights 1 / (num_samples p_j).
 
-    This is the sampling of Algorithm 1 of Zandieh et al. 2023 (lines 5-7).
-
-    Args:
-        scores: (BH, G, N), not negative.
-        num_samples: indices of each sample.
-        numbers: float64 (BH, S, num_samples), uniform in (0, 1).
-        group: as in `systematic_sample`.
-        dtype: dtype of the log-weights.
-
-    Returns:
-        As `systematic_sample`. Nothing is selected if all scores are 0.
+    This is the sampling of Algorithm 1 of Zandieh et al. 2023 (lines 5-7). Groups, dtype and results are those of
+    `systematic_sample`. The scores (BH, G, N) are not negative; nothing is selected if all are 0. The numbers, float64
+    (BH, S, num_samples), are uniform in (0, 1).
     """
     scores = widened(scores)
     shares = scores / scores.sum(2, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)  # (BH, G, N)

@@ -52,19 +52,14 @@ def choose_pivots(
 ) -> tuple[Tensor, Tensor]:
     """Choose pivots by randomized pivoted Cholesky on exp(<x_i, x_j>).
 
-    A draw selects candidates without replacement, with probabilities proportional to the residual diagonal: the ones
-    with the largest log(residual) + Gumbel number. The numbers are a function of seed, head and candidate, and equal
-    for all sequences of the batch. So the pivots of a sequence depend neither on the batch nor on padding, provided
-    that the valid candidates come first. Candidates without a residual, such as duplicates, are selected only if no
-    others are left. No gradient flows through the choice.
+    A draw selects up to `block` candidates without replacement, with probabilities proportional to the residual
+    diagonal: the ones with the largest log(residual) + Gumbel number. The numbers are a function of seed, head and
+    candidate, and equal for all sequences of the batch. So the pivots of a sequence depend neither on the batch nor on
+    padding, provided that the valid candidates come first. Candidates without a residual, such as duplicates, are
+    selected only if no others are left. No gradient flows through the choice.
 
-    Args:
-        points: (BH, C, D) in the accumulation dtype, finite, with finite squared norms.
-        valid: bool (BH, C), False for candidates that do not exist, or None.
-        num_pivots: m, at most C.
-        draws: the random numbers.
-        batch: B, the number of sequences.
-        block: the largest number of pivots that are drawn at a time.
+    The points (BH, C, D) have the accumulation dtype, and finite squared norms. `valid`, bool (BH, C) or None, is False
+    for candidates that do not exist. There are at least `num_pivots` candidates.
 
     Returns:
         The indices of different candidates, int64 (BH, m); 0 where none is left, where the second
@@ -165,18 +160,10 @@ def draw_numbers(draws: Draws, kv_len: int, num_samples: int, num_heads: int) ->
 def thin(
     key: Tensor, value: Tensor, key_mask: Tensor | None, num_samples: int, *, scale: float, draws: Draws, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """Keep `num_samples` tokens of each head, or all valid tokens if there are not more, without a gradient.
+    """Keep `num_samples` (M < Nk) tokens of each head, or all valid tokens if there are not more, without a gradient.
 
-    The kernel of two tokens is exp(scale <k, k'>) (<v, v'> + b^2), where b is the largest |v_ij| of the head.
-
-    Args:
-        key: (BH, Nk, D), 0 where masked.
-        value: (BH, Nk, Dv), 0 where masked.
-        key_mask: bool (BH, Nk), True for valid tokens, or None.
-        num_samples: M, less than Nk.
-        scale: factor of the scores.
-        draws: the random numbers of the decisions.
-        batch: B. All sequences of a batch use the same random numbers.
+    The kernel of two tokens is exp(scale <k, k'>) (<v, v'> + b^2), where b is the largest |v_ij| of the head. Masked
+    keys and values are 0.
 
     Returns:
         The tokens that are kept, int64 (BH, M), and the logs of the numbers of tokens that each one stands for, float64

@@ -56,19 +56,9 @@ def attend_to_coreset(
     dropout_p: float,
     with_lse: bool = False,
 ) -> Tensor:
-    """Compute attention to a coreset with Nystrom weights.
+    """Compute attention to a coreset with Nystrom weights: (BH, Nq, Dv or Dv + 1).
 
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        coreset: the coreset.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight from the numerator.
-        with_lse: whether to return the lse as well (`output_of`).
-
-    Returns:
-        (BH, Nq, Dv or Dv + 1).
+    Dropout drops weights from the numerator.
     """
     limit = 1.0 / (1.0 - dropout_p)
 

@@ -65,22 +65,10 @@ def window_partial(
     scale: float,
     dropout_p: float = 0.0,
 ) -> Partial:
-    """Compute attention of each query i to the keys i - left .. i + right.
+    """Compute attention of each query i to the keys i - left .. i + right: out (BH, N, Dv) and lse (BH, N).
 
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        key_mask: bool (1 or BH, N), True for valid keys, or None. (1, N) is cheaper, because each block has another
-            bias if there is a mask.
-        table: (BH, 2R + 1), the bias by distance (`hf_efficient_attn.ops.exact`), or None.
-        left: keys before the query.
-        right: keys after the query.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Partial of out (BH, N, Dv) and lse (BH, N).
+    The key mask may be (1, N) for all heads. That is cheaper, because each block has another bias if there is a mask.
+    `table`, (BH, 2R + 1) or None, is the bias by distance (`hf_efficient_attn.ops.exact`).
     """
     length = query.shape[1]
     device = query.device
@@ -133,16 +121,8 @@ def window_attention(
 ) -> Tensor:
     """Compute attention to the window and to the global tokens.
 
-    Args:
-        query: (B, H, N, D).
-        key: (B, H, N, D).
-        value: (B, H, N, Dv).
-        key_mask: bool (B, N), True for valid keys, or None.
-        table: (H, 2R + 1), the bias by distance, or None; without global tokens only.
-        call: which keys a query attends to.
-
-    Returns:
-        (B, H, N, Dv or Dv + 1).
+    Takes query (B, H, N, D), key (B, H, N, D), value (B, H, N, Dv), a mask, bool (B, N) or None, and a bias by
+    distance, (H, 2R + 1) or None, without global tokens only. Returns (B, H, N, Dv or Dv + 1).
     """
     batch, num_heads, length, head_dim = query.shape
     drops = call.dropout_p > 0.0

@@ -66,12 +66,7 @@ def make_plan(
 ) -> tuple[NearField, FarField]:
     """Plan the near and the far field, without a gradient.
 
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D), with more keys than `options.block_size`.
-        value: (BH, Nk, Dv).
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        options: options of both fields. Each block of queries has its own sample, by the scores of its group.
+    There are more keys than `options.block_size`. Each block of queries has its own sample, by the scores of its group.
     """
     with torch.no_grad():
         num_samples = options.num_samples
@@ -105,16 +100,10 @@ def make_plan(
 def plan_window(
     query: Tensor, key: Tensor, block_k: int, key_mask: Tensor | None, block_q: int | None = None
 ) -> NearField:
-    """Center blocks of `block_k` keys on blocks of queries, and move them inwards at the ends.
+    """Center blocks of `block_k` keys on blocks of `block_q` queries, and move them inwards at the ends.
 
-    A mask removes the masked keys from the order, and the same queries if there are as many queries as keys.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        block_k: number of keys of a block.
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        block_q: number of queries of a block; block_k / 2 by default.
+    There are `block_k` / 2 queries by default. A mask removes the masked keys from the order, and the same queries if
+    there are as many queries as keys.
     """
     batch_heads, q_len, _ = query.shape
     kv_len = key.shape[1]
@@ -136,8 +125,7 @@ def plan_near_field(
 ) -> tuple[NearField, ExactRows | None]:
     """Plan the near field. With "auto", also return the `num_rows` exact rows by which it was chosen.
 
-    The first arguments are the same as in `make_plan`. With "auto" a head gets a window or blocks of the hash: the one
-    that leaves less of the exact rows to the far field.
+    With "auto" a head gets a window or blocks of the hash: the one that leaves less of the exact rows to the far field.
 
     The error of a far field of m samples is about the sum of a row's weights outside of the near field, divided by
     sqrt(m). So the root mean square of the sums is compared, which does not depend on the values or on the draw.
@@ -217,14 +205,8 @@ def probe_norms(
     The estimate sums over exact rows, in which the keys of the query's near field count as 0. The norms of a group are
     the column norms of the matrix if all queries were like the queries of the group.
 
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        near: the near field.
-        rows: exact rows of evenly spread queries, whose weights are overwritten. None for `options.num_probes` rows:
-            the same number from each group, one from each of its equal strata.
-        options: sampling options.
+    The weights of `rows`, exact rows of evenly spread queries, are overwritten. Without them there are
+    `options.num_probes` rows: the same number from each group, one from each of its equal strata.
 
     Returns:
         (BH, G, Nk), by position, and the group of each block, int64 (BH or 1, T).
@@ -298,21 +280,10 @@ def sampling_scores(
 def near_far_attention(
     query: Tensor, key: Tensor, value: Tensor, near: NearField, far: FarField, options: SamplingOptions
 ) -> Tensor:
-    """Compute the attention of a plan.
+    """Compute the attention of a plan: (BH, Nq, Dv or Dv + 1).
 
     The keys of both fields are concatenated, with the log-weights of the samples as bias. One softmax over both equals
     the merge of their partials, and one large product is faster than two small ones and a merge.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        near: the near field.
-        far: the far field.
-        options: the options of the plan.
-
-    Returns:
-        (BH, Nq, Dv or Dv + 1).
     """
     call = {"scale": options.scale, "dropout_p": options.dropout_p}
     first = near.start.unsqueeze(2)  # (BH, T, 1)

@@ -77,17 +77,8 @@ def _seen_by(x: Tensor, num_intervals: int, length: int) -> Tensor:
 def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, options: SamplingOptions) -> Tensor:
     """Compute unnormalized sampling probabilities of the keys of J intervals of L tokens, from the interval's queries.
 
-    `column_scores` computes them, with the softmax of each interval in place of D^-1 A_res.
-
-    Args:
-        query: (BH, J, L, D).
-        key: (BH, J, L, D).
-        value: (BH, J, L, Dv).
-        level: the level of the intervals, which determines the probes.
-        options: `scores` as in `SamplingOptions`.
-
-    Returns:
-        (BH J, 1, L).
+    `column_scores` computes them, with the softmax of each interval in place of D^-1 A_res: query and key (BH, J, L,
+    D), value (BH, J, L, Dv) -> (BH J, 1, L). The level of the intervals determines the probes.
     """
     norms = None
     acc_dtype = accumulation_dtype(value.dtype)
@@ -128,12 +119,6 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
     With the near field "lsh" the keys of the sampled intervals are also sorted by an angular hash and cut into blocks
     of a quarter of `options.block_size`. A query gets the block in which its code lies, which does not depend on other
     queries.
-
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        options: how the keys are sampled and hashed.
     """
     block_size = options.causal_block
     num_hashes = options.num_hashes if options.near_field == "lsh" else 0
@@ -185,17 +170,9 @@ def causal_near_far_attention(
     plans: Sequence[IntervalPlan],
     options: SamplingOptions,
 ) -> Tensor:
-    """Compute the attention of a plan. The first block_size + num_samples positions are exact at any length.
+    """Compute the attention of a plan, whose levels are `plans`: (BH, N, Dv or Dv + 1).
 
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        plans: the levels of the far field.
-        options: the options of the plan.
-
-    Returns:
-        (BH, N, Dv or Dv + 1).
+    The first block_size + num_samples positions are exact at any length.
     """
     block_size = options.causal_block
     num_exact = options.block_size + options.num_samples

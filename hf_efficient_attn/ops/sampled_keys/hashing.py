@@ -99,16 +99,8 @@ def plan_lsh(
 ) -> NearField:
     """Cut queries and keys into blocks in hash order, without a gradient.
 
-    `block_starts` describes the departure from the paper.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        block_size: number of keys of a block.
-        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
-        num_hashes: number of hyperplanes of the hash.
-        draws: the random numbers of the hyperplanes.
-        block_q: number of queries of a block; `block_size` by default.
+    A block has `block_size` keys, and `block_q` or as many queries. `block_starts` describes the departure from the
+    paper. The mask also masks the queries if there are as many.
     """
     q_len = query.shape[1]
     kv_len = key.shape[1]
@@ -219,17 +211,10 @@ def plan_rounds(
     """Cut queries into blocks of `block_size`, each with 2 * block_size keys: its own and half of both neighbors.
 
     If the keys are not the queries, their mean is subtracted before hashing. Softmax attention does not change if the
-    same vector is added to all keys, but a large vector would put all keys into one bucket.
+    same vector is added to all keys, but a large vector would put all keys into one bucket. Masked keys are 0 then. The
+    mask also masks the queries if there are as many.
 
     Sequences of up to rounds * 2 * block_size keys are exact: the blocks of a query are disjoint parts of one order.
-
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D), or the same tensor as `query`. Otherwise it is 0 for masked keys.
-        key_mask: bool (BH, Nk), True for valid keys, or None. It also masks the queries if there are as many.
-        block_size: number of queries of a block.
-        rounds: number of hashes.
-        draws: the random numbers of the hashes.
     """
     batch_heads, q_len, head_dim = query.shape
     kv_len = key.shape[1]
@@ -268,22 +253,12 @@ def plan_rounds(
 def rounds_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: NearField, *, others: bool, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """Compute the attention of a plan.
+    """Compute the attention of a plan: (BH, Nq, Dv).
 
     A pair that several rounds contain counts in the first of them only, so that the first round needs no bias and
     dropout is applied once to each pair. The paper's weights of the rounds (Eq. 6-7) have the same sum.
 
-    Args:
-        query: (BH, Nq, D).
-        key: (BH, Nk, D).
-        value: (BH, Nk, Dv).
-        plan: the rounds.
-        others: whether a token attends to itself only if it has no other key. Then Nq = Nk.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        (BH, Nq, Dv).
+    With `others`, for Nq = Nk, a token attends to itself only if it has no other key.
     """
     rounds, num_blocks = plan.start.shape[1:]
 

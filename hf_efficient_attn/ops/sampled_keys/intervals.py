@@ -39,16 +39,8 @@ def near_and_samples(
 ) -> Partial | None:
     """Compute attention to the own block, to the one before it, and to all samples that a block sees, by one kernel.
 
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        plans: the first levels of the far field.
-        block_size: tokens of a block.
-        call: scale and dropout_p of the call.
-
-    Returns:
-        Partial of out (BH, N, Dv) and lse (BH, N), or None without a kernel.
+    `plans` are the first levels of the far field, and `call` has scale and dropout_p. Returns out (BH, N, Dv) and lse
+    (BH, N), or None without a kernel.
     """
     levels = len(plans)
     batch_heads, length, _ = query.shape
@@ -105,17 +97,9 @@ def hashed_and_sampled(
 ) -> Partial:
     """Compute attention of the queries that see a level's intervals to their blocks of hashed keys and to the samples.
 
-    Queries with the same block of keys are gathered into blocks, which then share these keys and the samples.
-
-    Args:
-        queries: (BH, J, L or less, D).
-        key: (BH, J, L, D).
-        value: (BH, J, L, Dv).
-        plan: the plan of the level, with blocks of hashed keys.
-        call: scale and dropout_p of the call.
-
-    Returns:
-        Partial with out (BH, J, L or less, Dv).
+    Queries with the same block of keys are gathered into blocks, which then share these keys and the samples. Takes
+    queries (BH, J, L or less, D), keys (BH, J, L, D), values (BH, J, L, Dv), and a plan with blocks of hashed keys.
+    Returns a partial with out (BH, J, L or less, Dv).
     """
     assert plan.key_order is not None and plan.query_block is not None
     shape = queries.shape[:3]
@@ -160,10 +144,7 @@ def group_by_block(query_block: Tensor, num_key_blocks: int, size: int) -> tuple
     a block begins it, so the slot of a query depends on earlier queries only. If later queries could move it to another
     block, its output could change in the last bit: rounding in a product may depend on where a matrix lies in memory.
 
-    Args:
-        query_block: int64 (S, L), the block of keys of each query.
-        num_key_blocks: number of blocks of keys.
-        size: the number of slots of a block.
+    `query_block`, int64 (S, L), is the block of keys of each query.
 
     Returns:
         slot: int64 (S, L), the slot of each query among the slots of all blocks.

@@ -90,14 +90,8 @@ def row_weights(
 def column_scores(value: Tensor, norms: Tensor | None, key_mask: Tensor | None, size: int = 2 * NORM_VALUES) -> Tensor:
     """Compute unnormalized sampling probabilities |v_j|^2, or column norm + gamma |v_j|^2; 0 for masked keys.
 
-    Args:
-        value: (BH, Nk, Dv).
-        norms: (BH, G, Nk), the squared column norms, or None.
-        key_mask: bool (BH, Nk), True for valid keys, or None.
-        size: see `sampled_norm_squared`.
-
-    Returns:
-        (BH, G, Nk), where G is 1 without `norms`.
+    `norms`, (BH, G, Nk), are the squared column norms. `size` is that of `sampled_norm_squared`. Returns (BH, G, Nk),
+    where G is 1 without `norms`.
     """
     acc_dtype = accumulation_dtype(value.dtype)
     tiny = torch.finfo(acc_dtype).tiny
@@ -221,13 +215,8 @@ def sample_keys(scores: Tensor, offset: Tensor, options: SamplingOptions, group:
 def sample_outside(near: NearField, num_samples: int, offset: Tensor, dtype: torch.dtype) -> FarField:
     """Sample the keys outside of each near field with equal probabilities, systematically without replacement.
 
-    All samples of a block of queries have the same weight.
-
-    Args:
-        near: the near field.
-        num_samples: keys of each sample.
-        offset: float64 (BH, T) in (0, 1), the offset of each sample; or (BH, 1) without samples.
-        dtype: dtype of the log-weights.
+    All samples of a block of queries have the same weight. The offset of each sample in (0, 1) is float64 (BH, T), or
+    (BH, 1) without samples. The log-weights have the given dtype.
     """
     device = offset.device
     num_keys = near.num_keys
@@ -252,12 +241,7 @@ def inclusion_probabilities(scores: Tensor, num_samples: int) -> Tensor:
     This quotient grows with r as long as the next score reaches the limit, and falls from then on. So c is the largest
     of these quotients.
 
-    Args:
-        scores: (..., N), not negative.
-        num_samples: expected number of samples.
-
-    Returns:
-        float64 (..., N), since sums of many probabilities select the samples.
+    The scores (..., N) are not negative. The result is float64, since sums of many probabilities select the samples.
     """
     acc_dtype = wide_dtype(scores.device)
     tiny = _TINY
