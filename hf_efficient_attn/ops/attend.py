@@ -12,6 +12,7 @@ On the CPU a product of bfloat16 tensors is summed in float32, but its result is
 tokens is computed in parts, which are added in float32. Scores stay in float32 up to the exponential.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,14 +41,9 @@ def merge(*partials: Partial) -> Partial:
     if len(partials) == 1:
         return partials[0]
     outs, lses = zip(*partials, strict=True)  # (..., Nq, Dv), (..., Nq)
-    row_max = lses[0].detach()
-    for lse in lses[1:]:
-        row_max = torch.maximum(row_max, lse.detach())
-    row_max = safe_row_max(row_max)
+    row_max = safe_row_max(functools.reduce(torch.maximum, [lse.detach() for lse in lses]))
     weights = [torch.exp(lse - row_max) for lse in lses]  # (..., Nq) each
-    total = weights[0]
-    for weight in weights[1:]:
-        total = total + weight
+    total = functools.reduce(torch.add, weights)
     empty = total == 0  # (..., Nq)
     total = total.masked_fill(empty, 1.0)
     out = outs[0] * (weights[0] / total).unsqueeze(-1)  # (..., Nq, Dv)

@@ -268,7 +268,8 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part, *, scale:
     def forward(query: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
         # (1, R, 1, D), (1, R, M, D), (1, R, M, Dv), (1, R, 1, M)
         own = query[None, :, None], key[keys][None], value[keys][None], bias[None, :, None]
-        return output_of(attend(*own, scale=scale, dropout_p=dropout_p), True)[0, :, 0]  # (R, Dv + 1)
+        out, lse = (x[0, :, 0] for x in attend(*own, scale=scale, dropout_p=dropout_p))  # (R, Dv), (R,)
+        return output_of(Partial(out, lse), True)  # (R, Dv + 1)
 
     # `sliced` computes this again in the backward pass, because autograd would keep a copy of the keys of every query.
     rows = query[part.queries], part.keys, part.bias.to(accumulation_dtype(query.dtype))

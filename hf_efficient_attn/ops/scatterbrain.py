@@ -5,9 +5,7 @@ position or by a hash. In the causal form it is the block itself and the block b
 features of a block of keys are multiplied by the mean of exp(bias) over all pairs with the block of queries.
 """
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +63,7 @@ def block_attention(
 ) -> Tensor:
     """Compute attention of (BH, N, .) tokens to near blocks of `size` keys and to the features of all other keys."""
     length = query.shape[1]
-    attend_to = functools.partial(attend, scale=scale, dropout_p=dropout_p)
+    call = {"scale": scale, "dropout_p": dropout_p}
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, own: BlockPlan) -> Tensor:
         query = query if own.query_order is None else take(query, own.query_order)
@@ -74,9 +72,9 @@ def block_attention(
             value = take(value, own.key_order)
         tokens = [pad_to_blocks(x, size) for x in (query, key, value)]  # (BH, T, size, .)
         if is_causal:
-            found = _causal_blocks(tokens, features, attend_to, dropout_p)
+            found = _causal_blocks(tokens, features, call)
         else:
-            found = _bidirectional_blocks(tokens, length, own, features, attend_to, dropout_p)
+            found = _bidirectional_blocks(tokens, length, own, features, call)
         out = output_of(found, with_lse).flatten(1, 2)[:, :length]
         return out if own.query_order is None else take(out, inverse(own.query_order))
 
@@ -85,12 +83,7 @@ def block_attention(
 
 
 def _bidirectional_blocks(
-    tokens: list[Tensor],
-    length: int,
-    plan: BlockPlan,
-    features: Features,
-    attend_to: Callable[..., Partial],
-    dropout_p: float,
+    tokens: list[Tensor], length: int, plan: BlockPlan, features: Features, call: dict[str, Any]
 ) -> Partial:
     """Compute attention of blocks (BH, T, S, .) of `length` tokens to a block of keys and to all others' features."""
     query, key, value = tokens
@@ -108,13 +101,11 @@ def _bidirectional_blocks(
         # (BH, T, S, .), and sums (BH, T, F, Dv + 8)
         key, value, sums = (take(x.flatten(2), block).unflatten(2, x.shape[2:]) for x in (key, value, state.sums))
         state = FeatureState(sums, state.log.gather(1, block))
-    near = attend_to(query, key, value, bias)  # (BH, T, S, Dv)
-    return merge(near, query_state(query, state, features, dropout_p))
+    near = attend(query, key, value, bias, **call)  # (BH, T, S, Dv)
+    return merge(near, query_state(query, state, features, call["dropout_p"]))
 
 
-def _causal_blocks(
-    tokens: list[Tensor], features: Features, attend_to: Callable[..., Partial], dropout_p: float
-) -> Partial:
+def _causal_blocks(tokens: list[Tensor], features: Features, call: dict[str, Any]) -> Partial:
     """Compute attention of blocks (BH, T, S, .) to the block before, to their own block causally, and to features.
 
     The features represent all earlier blocks. Masked tokens come last.
@@ -122,12 +113,12 @@ def _causal_blocks(
     query, key, value = tokens
     size = key.shape[2]
     bias = mask_bias(torch.ones(size, 2 * size, dtype=torch.bool, device=key.device).tril(size), key.dtype)  # (S, 2 S)
-    first = attend_to(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:])
+    first = attend(query[:, :1], key[:, :1], value[:, :1], bias[None, None, :, size:], **call)
     # (BH, T - 1, 2 S, .)
     keys, values = (x.flatten(1, 2).unfold(1, 2 * size, size).transpose(2, 3) for x in (key, value))
-    near = attend_to(query[:, 1:], keys, values, bias[None, None])  # (BH, T - 1, S, Dv)
+    near = attend(query[:, 1:], keys, values, bias[None, None], **call)  # (BH, T - 1, S, Dv)
     state = others(add_to_state(None, key[:, :-1], value[:, :-1], None, features), earlier_only=True)
-    far = query_state(query[:, 1:], state, features, dropout_p)  # (BH, T - 1, S, Dv)
+    far = query_state(query[:, 1:], state, features, call["dropout_p"])  # (BH, T - 1, S, Dv)
     return Partial(*(torch.cat(x, 1) for x in zip(first, merge(near, far), strict=True)))
 
 
@@ -155,9 +146,8 @@ def biased_block_attention(
     def some_heads(query: Tensor, key: Tensor, value: Tensor, own: Bias) -> Tensor:
         query, key, value, position = (pad_to_blocks(x, size) for x in (query, key, value, own.key_position[..., None]))
         valid = (integers(key.shape[1] * size, key.device) < length).view(1, -1, size)  # (1, T, S)
-        of_pairs = bias_between(own.table, position[..., 0], position[..., 0]) + mask_bias(valid, key.dtype).unsqueeze(
-            2
-        )  # (BH, T, S, S)
+        of_pairs = bias_between(own.table, position[..., 0], position[..., 0])  # (BH, T, S, S)
+        of_pairs = of_pairs + mask_bias(valid, key.dtype).unsqueeze(2)
         near = attend(query, key, value, of_pairs, scale=scale, dropout_p=dropout_p)
         sums, log = add_to_state(None, key, value, valid, features)  # (BH, T, F, Dv + 8), (BH, T)
         weight = block_bias(own, size) * LOG2_E + log.unsqueeze(1)  # (BH, T, T)

@@ -21,8 +21,6 @@ RHO = 3.94582
 LEAST_LOGIT = 1e-3
 # A denominator below this is rounding, because its largest term is about 1.
 LEAST_DENOMINATOR = 1e-6
-
-
 # The range of float16.
 _LARGEST_HALF = 6e4
 

@@ -183,7 +183,7 @@ def _window_and_global(
         return output_of(window(query, key, value, mask, table), with_lse)
     tokens = _first_valid(mask, num_global, length, query.device)
     # The global tokens attend to all tokens. These outputs replace their outputs in the window.
-    of_global = output_of(_attention_of_global(query, key, value, mask, tokens, call), with_lse)  # (BH, G, Dv)
+    of_global = output_of(_attention_of_global(query, key, value, mask, tokens, call), with_lse)[:, 0]  # (BH, G, Dv)
     if mask is None and num_global == length:
         return of_global
     found = None
@@ -231,15 +231,14 @@ def _attention_to_global(
 def _attention_of_global(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, tokens: "_GlobalTokens", call: WindowCall
 ) -> Partial:
-    """Compute attention of the global tokens to all tokens (BH, N, .): out (BH, G, Dv) and lse (BH, G)."""
+    """Compute attention of the global tokens to all tokens (BH, N, .): out (BH, 1, G, Dv) and lse (BH, 1, G)."""
     bias = None if mask is None else mask_bias(mask, query.dtype)[:, None, None]  # (1 or BH, 1, 1, N)
     if call.is_causal:
         position = torch.arange(query.shape[1], device=query.device)
         earlier = position <= tokens.positions[:, None, :, None]  # (1 or BH, 1, G, N)
         bias = mask_bias(earlier, query.dtype) if bias is None else bias.masked_fill(~earlier, -torch.inf)
     rows = take(query, tokens.positions.expand(query.shape[0], -1))[:, None]  # (BH, 1, G, D)
-    out, lse = attend(rows, key[:, None], value[:, None], bias, scale=call.scale, dropout_p=call.dropout_p)
-    return Partial(out[:, 0], lse[:, 0])
+    return attend(rows, key[:, None], value[:, None], bias, scale=call.scale, dropout_p=call.dropout_p)
 
 
 class _GlobalTokens(NamedTuple):

@@ -45,8 +45,6 @@ _FEW_FEATURES = 128
 _KEPT_NUMEL = 1 << 22
 # A process has the features of this many tokens in memory at a time.
 _BLOCK = 1 << 14
-
-
 # Maps of queries and of keys to features, or two times None if the features are not learned.
 Maps = tuple[Tensor | None, Tensor | None]
 

@@ -77,9 +77,8 @@ def row_weights(
     query = query.to(key.dtype)
     scores = torch.bmm(take(query, positions) * options.scale, key.mT)  # (BH, R, D) @ (BH, D, Nk) -> (BH, R, Nk)
     if options.table is not None:
-        scores += bias_between(options.table, positions.unsqueeze(1), integers(key.shape[1], key.device)[None, None])[
-            :, 0
-        ]
+        key_position = integers(key.shape[1], key.device)[None, None]
+        scores += bias_between(options.table, positions.unsqueeze(1), key_position)[:, 0]
     if key_mask is None:
         return scores.softmax(2)
     scores = scores.masked_fill_(~key_mask[:, None], -torch.inf)
