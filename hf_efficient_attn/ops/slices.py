@@ -83,15 +83,13 @@ def sliced(
     parts = _split(arguments, size, dim, -(-total // size))
     if torch.is_grad_enabled():
         return torch.cat([_recomputed(function, p, draws) if recompute else function(*p) for p in parts], dim)
-    whole = None
     start = 0
     for part in parts:
         out = function(*part)
-        if whole is None:
+        if start == 0:
             whole = out.new_empty(*out.shape[:dim], total, *out.shape[dim + 1 :])
         whole.narrow(dim, start, out.shape[dim]).copy_(out)
         start += out.shape[dim]
-    assert whole is not None
     return whole
 
 
