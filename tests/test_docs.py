@@ -29,6 +29,7 @@ import hf_efficient_attn as hea
 import promises
 from attack_cases import PROMISES, attack
 from broken_methods import broken
+from each import refuses
 from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import cache_argument
 from instances import Instance, unregister
@@ -335,11 +336,9 @@ def test_every_refusal_is_on_a_page(reference, tmp_path):
     text = reference.filled(page, found, seen := set())
     assert "old" not in text and text.endswith("<!-- end -->\nmore\n") and "- --device \\<name>: PyTorch cannot" in text
     assert {module.split("/")[0] for module in seen} == {"kernel", "cli"}
-    with pytest.raises(ValueError, match=r"on no page: .*integration/inputs"):
-        reference.pages(tmp_path)
+    refuses(r"on no page: .*integration/inputs", reference.pages, tmp_path, error=ValueError)
     page.write_text("<!-- refusals nothing -->\n<!-- end -->\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="no module nothing"):
-        reference.pages(tmp_path)
+    refuses("no module nothing", reference.pages, tmp_path, error=ValueError)
 
 
 def test_a_new_method_gets_its_page(reference, tmp_path):

@@ -15,6 +15,7 @@ SMALL["nearfar"] |= {"num_probes": 0, "near_share": 0.0}  # other values have no
 _missing = set(hea.available_methods()) - set(SMALL)
 assert not _missing, f"every method needs a row in tests/instances.py; there is none for {sorted(_missing)}"
 METHODS = list(hea.available_methods())
+CAUSAL = [name for name in METHODS if hea.method_info(name).causal]
 # Methods whose budget can be the whole sequence.
 EXACT = list(dict.fromkeys(i.method for i in INSTANCES if i.limit == "exact"))
 # Methods for which decoding a token gives the last output of the whole sequence. The others attend to all cached keys
@@ -85,6 +86,12 @@ def tiny_batch(family: str, batch: int = 2, length: int = 70, padding: str = "no
         mask[1, slice(0, length - 50) if padding == "left" else slice(50, None)] = 0
         inputs["attention_mask"] = mask
     return inputs
+
+
+def reloaded(model, folder, **options):
+    """The model as it comes back from a folder in which it is saved."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, **options)
 
 
 def output(model, inputs: dict, **options) -> torch.Tensor:

@@ -23,7 +23,7 @@ from helpers.learned import shake
 from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, defaults, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.methods import make_config
-from tiny_models import output, tiny_batch, tiny_model
+from tiny_models import output, reloaded, tiny_batch, tiny_model
 
 
 def batches(family, count, *, start=0):
@@ -135,8 +135,7 @@ def test_auto_is_calibrated_for_calls_whose_data_may_not_decide(family, tmp_path
     # A limit that the budget does not keep: exact in training and in the causal form, and by the data otherwise.
     strict = hea.calibrate(model, data, max_error=1e-6, methods=["auto"], budgets=[16])
     assert [entry.config for entry in strict.entries] == [make_config("auto", max_error=1e-6, static_form="exact")]
-    hea.convert(model, strict).save_pretrained(tmp_path)
-    back = type(model).from_pretrained(tmp_path)
+    back = reloaded(hea.convert(model, strict), tmp_path)
     assert back.config.efficient_attention == {"layers": [0, 1], **strict.to_dict()}
     assert back.config.efficient_attention["static_form"] == "exact"
 

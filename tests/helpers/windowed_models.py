@@ -8,6 +8,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from helpers.model_types import sizes
+from tiny_models import enlarged
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Models with windows in layers 0 and 2.
@@ -29,12 +30,8 @@ def exact_model(name: str, head: str = "Model", **changes):
     values = {"num_hidden_layers": 3, "max_position_embeddings": 1024, "layer_types": KINDS, **MIXED[name], **changes}
     config = kind(**sizes(kind, **values))
     torch.manual_seed(0)
-    model = getattr(transformers, {"Gemma3TextForCausalLM": "Gemma3ForCausalLM"}.get(name + head, name + head))(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)
-    return model.eval()
+    kind = getattr(transformers, {"Gemma3TextForCausalLM": "Gemma3ForCausalLM"}.get(name + head, name + head))
+    return enlarged(kind(config), 6.0)
 
 
 def converted(model, method=BUDGET, **options):

@@ -1,7 +1,6 @@
 """Caches whose layers compute attention: states of recurrent methods, and landmarks and look-ups in `NearFarCache`."""
 
 import copy
-import csv
 import dataclasses
 import functools
 import io
@@ -16,9 +15,9 @@ from torch import Tensor
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.commands import read_csv, run
 from helpers.encoder_decoders import composite, musicgen
 from helpers.learned import shake
-from hf_efficient_attn import cli
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
 from hf_efficient_attn.integration.nearfar_cache import LookUpLayer, NearFarLayer
 from hf_efficient_attn.io.reading import read_text
@@ -29,7 +28,7 @@ from hf_efficient_attn.ops.nearfar.growing import GrowingCoreset, add_keys, empt
 from instances import INSTANCES, inputs, numbers, padding_mask, relative_error
 from promises import Memory
 from recipes.benchmarks import cache as recipe
-from tiny_models import DECODERS, SMALL, decode, generate, output, tiny_batch, tiny_model
+from tiny_models import CAUSAL, DECODERS, SMALL, decode, generate, output, tiny_batch, tiny_model
 
 STATES = {
     "linear": hea.LinearConfig(),
@@ -365,7 +364,7 @@ def test_memory_is_bounded_and_steps_do_not_matter(family):
     assert cache.numel() == 0
 
 
-@pytest.mark.parametrize("method", [m for m in hea.available_methods() if hea.method_info(m).causal])
+@pytest.mark.parametrize("method", CAUSAL)
 def test_methods_that_decode_exactly(method):
     model, ids = tiny_model("gpt2", method, head=True), tokens(2, 90)
     if not hea.method_info(method).config_class.decodes_exactly:
@@ -612,10 +611,8 @@ def test_look_ups_find_a_repeated_passage(data):
 @pytest.mark.exhaustive
 def test_the_recipe_compares_caches(data, tmp_path):
     file = tmp_path / "caches.csv"
-    arguments = ("--data", data, "--budget", "256", "--inputs", "1", "--csv", file)
-    assert cli.run(recipe.app, list(map(str, arguments)), "cache") == 0
-    with file.open() as opened:
-        exact, ours, look_ups, window, _ = csv.DictReader(opened)
+    assert run(recipe, "--budget 256 --inputs 1 --data", data, "--csv", file) == 0
+    exact, ours, look_ups, window, _ = read_csv(file)
     assert (exact["cache"], ours["cache"], window["cache"]) == ("exact", "NearFarCache", "window")
     assert float(look_ups["repeated"]) < float(exact["repeated"]) + 0.1 < float(ours["repeated"]) - 1.0
     assert float(look_ups["nats"]) < float(exact["nats"]) + 0.02

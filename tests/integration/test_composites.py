@@ -10,24 +10,18 @@ import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
+from helpers.model_types import sizes
 from hf_efficient_attn.conversion.checkpoint import convert_saved_model
-from tiny_models import IMAGE, SIZES, SMALL, enlarged, output, tiny_config
+from tiny_models import IMAGE, SIZES, SMALL, enlarged, output, reloaded, tiny_config
 
-TOKENS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
-TEXT = {**SIZES, **TOKENS, "vocab_size": 60, "max_position_embeddings": 130}
-DECODER = {
-    "vocab_size": 60, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 48,
-    "max_position_embeddings": 130, "cross_attention_hidden_size": 32,
-}  # fmt: skip
-SOUND = {
-    "conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "vocab_size": 60,
-}  # fmt: skip
+TEXT = {"max_position_embeddings": 130}
+# What the configs have besides the values of `sizes`.
 VALUES = {
-    "bert": TEXT, "roberta": TEXT, "bert-generation": TEXT, "electra": {**TEXT, "embedding_size": 32}, "rembert": TEXT,
-    "vit": {**SIZES, **IMAGE}, "data2vec-vision": {**SIZES, **IMAGE}, "wav2vec2": {**SIZES, **SOUND},
-    "trocr": {**TOKENS, **DECODER},
-}  # fmt: skip
+    **dict.fromkeys(("bert", "roberta", "bert-generation", "electra", "rembert"), TEXT),
+    **dict.fromkeys(("vit", "data2vec-vision"), IMAGE),
+    "trocr": {**TEXT, "cross_attention_hidden_size": 32},
+    "wav2vec2": {"num_feat_extract_layers": 2},
+}
 CLASSES = {"vit": "VisionEncoderDecoder", "data2vec-vision": "VisionEncoderDecoder", "wav2vec2": "SpeechEncoderDecoder"}
 PAIRS = [
     "bert+bert", "roberta+roberta", "electra+electra", "bert-generation+bert-generation", "vit+bert", "vit+trocr",
@@ -37,7 +31,8 @@ PAIRS = [
 
 def pair(names: str):
     """A tiny encoder and a tiny decoder as one model."""
-    encoder, decoder = (transformers.CONFIG_MAPPING[name](**VALUES[name]) for name in names.split("+"))
+    kinds = {name: transformers.CONFIG_MAPPING[name] for name in names.split("+")}
+    encoder, decoder = (kinds[name](**sizes(kinds[name], **VALUES[name])) for name in names.split("+"))
     name = CLASSES.get(names.split("+")[0], "EncoderDecoder")
     config = getattr(transformers, f"{name}Config").from_encoder_decoder_configs(encoder, decoder)
     torch.manual_seed(0)
@@ -85,8 +80,7 @@ def test_what_is_converted_is_saved_and_loaded(names, choice, tmp_path, calls):
     assert len(calls) >= 2  # of the encoder's layers
     counted = len(calls)
     for folder in (tmp_path / "once", tmp_path / "twice"):
-        model.save_pretrained(folder)
-        model = type(model).from_pretrained(folder)
+        model = reloaded(model, folder)
         calls.clear()
         assert torch.equal(output(model, inputs), ours)
         assert len(calls) == counted
@@ -128,8 +122,7 @@ def test_a_decoder_without_the_interface_stays_exact_and_causal(names, layers, t
         warnings.simplefilter("always")
         hea.convert(model, "nearfar", layers=layers)
     assert any("ForCausalLM does not compute its attention" in str(x.message) for x in warned) == (layers is None)
-    model.save_pretrained(tmp_path)
-    for one in (model, type(model).from_pretrained(tmp_path)):
+    for one in (model, reloaded(model, tmp_path)):
         assert (one.config._attn_implementation, one.config.decoder._attn_implementation) == ("nearfar", "eager")
         assert torch.equal(output(one, given), exact)
         assert torch.equal(output(one, later), exact_later)
@@ -199,9 +192,8 @@ def test_names_in_a_part_that_was_converted_alone_count_from_it(names, layer, tm
     model = pair(names)
     hea.convert(model.encoder, "scatterbrain", layers=[layer], **SMALL["scatterbrain"])
     ours = output(model, inputs_of(model))
-    model.save_pretrained(tmp_path)
     calls.clear()
-    assert torch.equal(output(type(model).from_pretrained(tmp_path), inputs_of(model)), ours) and len(calls) == 1
+    assert torch.equal(output(reloaded(model, tmp_path), inputs_of(model)), ours) and len(calls) == 1
     refuses("no attention in layers", hea.convert, model, "scatterbrain", layers=["layer.1"])
 
 
@@ -213,9 +205,8 @@ def test_two_towers(part, tmp_path):
     ids = torch.randint(5, 60, (2, 100), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
     hea.convert(model, "nystromformer", layers=[part], **SMALL["nystromformer"])
-    model.save_pretrained(tmp_path)
     with torch.no_grad():
-        ours, loaded = model(**inputs), type(model).from_pretrained(tmp_path)(**inputs)
+        ours, loaded = model(**inputs), reloaded(model, tmp_path)(**inputs)
     assert torch.equal(ours.logits_per_text, loaded.logits_per_text)
 
 

@@ -20,10 +20,9 @@ from each import few_methods, refuses
 from helpers.encoder_decoders import tiny
 from helpers.windowed_models import converted, exact_model
 from hf_efficient_attn.integration.cache import StateLayer, cache_argument
-from tiny_models import DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, tiny_batch, tiny_model
+from tiny_models import CAUSAL, DECODERS, EXACT, SAME_BY_STEP, SMALL, decode, generate, reloaded, tiny_batch, tiny_model
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
-CAUSAL = [name for name in hea.available_methods() if hea.method_info(name).causal]
 # The kinds of caches, by the columns of the table.
 KINDS = {
     "exact steps": [name for name in CAUSAL if name not in SAME_BY_STEP],
@@ -332,8 +331,7 @@ def test_timestamps_of_tokens_leave_the_model_converted(tmp_path):
     ids = model.generate(sound)
     refuses("^return_token_timestamps=True", model.generate, sound, return_token_timestamps=True, attention_mask=mask)
     assert torch.equal(model.generate(sound), ids)
-    model.save_pretrained(tmp_path)
-    assert type(model).from_pretrained(tmp_path).config._attn_implementation == "nystromformer"
+    assert reloaded(model, tmp_path).config._attn_implementation == "nystromformer"
     timed = hea.convert(model, "eager").generate(sound, return_token_timestamps=True, attention_mask=mask)
     assert "token_timestamps" in timed
 

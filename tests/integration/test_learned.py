@@ -10,10 +10,11 @@ from torch import Tensor
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.learned import LEARNING, learned_in, shake
+from helpers.model_types import sizes
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features.maps import LEARNED, count_features, start_map
 from instances import inputs, numbers
-from tiny_models import FAMILIES, output, tiny_batch, tiny_class, tiny_config, tiny_model
+from tiny_models import FAMILIES, output, reloaded, tiny_batch, tiny_class, tiny_config, tiny_model
 
 each = pytest.mark.parametrize("method", LEARNING)
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -42,8 +43,7 @@ def test_every_layer_has_its_own_parameters_which_are_trained_saved_and_loaded(f
     found = output(shake(model), inputs)
     assert not torch.equal(found, start)
     for turn in range(2):
-        model.save_pretrained(tmp_path / str(turn))
-        model, info = tiny_class(family, head=True).from_pretrained(tmp_path / str(turn), output_loading_info=True)
+        model, info = reloaded(model, tmp_path / str(turn), output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert torch.equal(output(model, inputs), found)
     model.train()(**inputs)[0].square().mean().backward()
@@ -56,8 +56,7 @@ def test_every_layer_has_its_own_parameters_which_are_trained_saved_and_loaded(f
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_without_learned_parameters_starts_as_conversion_does(method, dtype, tmp_path):
     exact, choice = tiny_model("bert").to(dtype), {"method": method, **LEARNING[method]}
-    exact.save_pretrained(tmp_path)
-    loaded = tiny_class("bert").from_pretrained(tmp_path, efficient_attention=choice, dtype=dtype)
+    loaded = reloaded(exact, tmp_path, efficient_attention=choice, dtype=dtype)
     converted = learned_in(convert(exact, method))
     for name, module in learned_in(loaded).items():
         for key, parameter in module.tensors().items():
@@ -75,8 +74,7 @@ def test_switching_again(method, tmp_path):
         assert [name.split(".")[2] for name in learned_in(model)] == ["1"]
         first = output(model, inputs)
         assert not torch.equal(first, exact)
-        model.save_pretrained(tmp_path)
-        assert torch.equal(output(tiny_class("bert").from_pretrained(tmp_path), inputs), first)
+        assert torch.equal(output(reloaded(model, tmp_path), inputs), first)
         assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
         hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
         assert len(learned_in(model)) == 2
@@ -147,22 +145,20 @@ def test_models_that_cannot_be_given_parameters():
     output(hea.convert(model, "kdeformer"), inputs)
     model = tiny_model("bert", num_hidden_layers=1)
     model.config._attn_implementation = "linformer"
-    with pytest.raises(Exception, match=r"hf_efficient_attn\.convert"):
-        output(torch.compile(model, fullgraph=True, backend="eager"), inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    refuses(r"hf_efficient_attn\.convert", output, compiled, inputs, error=Exception)
 
 
 def _deepseek():
-    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    names = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = transformers.DeepseekV3Config(**sizes, **experts, **names, **heads, max_position_embeddings=128)
+    more = {**ranks, **experts, "moe_intermediate_size": 16, "num_key_value_heads": 4}
+    config = transformers.DeepseekV3Config(**sizes(transformers.DeepseekV3Config, **more))
     return transformers.DeepseekV3Model(config), lambda: {"input_ids": torch.randint(4, 60, (2, 60))}
 
 
 def _spectrogram():
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.ASTConfig(**sizes, max_length=80, num_mel_bins=32)
+    config = transformers.ASTConfig(**sizes(transformers.ASTConfig, max_length=80, num_mel_bins=32, patch_size=16))
     return transformers.ASTModel(config), lambda: {"input_values": torch.randn(2, 80, 32)}
 
 
@@ -182,9 +178,8 @@ def test_feature_maps_of_unusual_sizes(make, method, options, tmp_path):
     report = hea.DistillationOptions(on_step=lambda _, found: losses.append(sum(x.loss for x in found)))
     hea.distill(model.eval(), method, [batch() for _ in range(3)], steps=12, options=report, **options)
     assert losses[-1] < losses[0]
-    model.save_pretrained(tmp_path)
     inputs = batch()
-    torch.testing.assert_close(output(type(model).from_pretrained(tmp_path), inputs), output(model, inputs))
+    torch.testing.assert_close(output(reloaded(model, tmp_path), inputs), output(model, inputs))
 
 
 # Learned feature maps
@@ -309,8 +304,8 @@ def test_parameters_that_are_refused():
         (config(), {**learned, "far_log_weight": torch.zeros(2, 1)}, weight),
         (config("elu"), {"far_log_weight": torch.zeros(2)}, r"far_log_weight .*'elu'.*: give no far_log_weight"),
     ):
-        with pytest.raises(hea.UnsupportedAttentionError, match=words):
-            hea.attention(method, *tensors, parameters={name: x for name, x in given.items() if x is not None})
+        own = {name: x for name, x in given.items() if x is not None}
+        refuses(words, hea.attention, method, *tensors, parameters=own)
 
 
 def test_parameters_and_the_budget_of_a_window():
@@ -326,11 +321,9 @@ def test_parameters_and_the_budget_of_a_window():
 def test_a_saved_model_gives_the_far_part_alone(tmp_path):
     """Loaded without a window it has the same maps. Conversion to it would start with new ones."""
     model, inputs = shake(hea.convert(tiny_model("gpt2", head=True), config())), tiny_batch("gpt2", padding="left")
-    model.save_pretrained(tmp_path)
-    again = tiny_class("gpt2", head=True).from_pretrained(tmp_path)
-    assert torch.equal(output(again, inputs), output(model, inputs))
+    assert torch.equal(output(reloaded(model, tmp_path), inputs), output(model, inputs))
     choice = config(window_size=0).to_dict()
-    alone = tiny_class("gpt2", head=True).from_pretrained(tmp_path, efficient_attention=choice)
+    alone = type(model).from_pretrained(tmp_path, efficient_attention=choice)
     for own, other in zip(*(learned_in(x).values() for x in (alone, model)), strict=True):
         assert set(own.tensors()) == {"query_map", "key_map"}
         assert all(torch.equal(x, other.tensors()[name]) for name, x in own.tensors().items())

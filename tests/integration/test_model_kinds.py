@@ -12,14 +12,13 @@ from packaging.version import Version
 from transformers import PreTrainedModel
 
 import hf_efficient_attn as hea
+from helpers.model_types import mask_of, sizes
 from hf_efficient_attn.integration import patched
 from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.integration.model_kinds import KINDS, ModelKind, kind_of
-from tiny_models import IMAGE, SIZES, TEXT, output
+from tiny_models import output
 
 IS_NEWEST = Version(transformers.__version__) >= Version("5.24")
-# Sizes of a tiny model, by all names that configs have for them.
-TINY = {**SIZES, **TEXT, **IMAGE, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
 
 
 def modules_of_classes() -> dict[str, str]:
@@ -62,19 +61,15 @@ def test_projections_of_a_row_compute_what_the_class_computes(name):
     module = importlib.import_module(CLASSES[name])
     models = [x for x in vars(module).values() if inspect.isclass(x) and issubclass(x, PreTrainedModel)]
     config_class = next(x.config_class for x in models if x.config_class is not None)
-    default = config_class()
     torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(
-        config_class(**{key: value for key, value in TINY.items() if hasattr(default, key)})
-    ).eval()
+    model = transformers.AutoModel.from_config(config_class(**sizes(config_class))).eval()
     hea.convert(model, "flurka_linear", projection_dim=8)
     attention = [x for x in model.modules() if type(x).__name__ == name]
     assert attention and all("forward" in vars(x) and NAME in x._modules for x in attention)
     ids = torch.randint(5, 60, (2, 40))
-    mask = torch.ones_like(ids)
-    mask[0, -9:] = 0
     is_text = model.main_input_name == "input_ids"
-    inputs = {"input_ids": ids, "attention_mask": mask} if is_text else {"pixel_values": torch.randn(2, 3, 32, 32)}
+    text, picture = {"input_ids": ids, "attention_mask": mask_of(ids)}, {"pixel_values": torch.randn(2, 3, 32, 32)}
+    inputs = text if is_text else picture
     found = output(model, inputs)
     for one in attention:
         del one.forward  # the class's own

@@ -9,6 +9,7 @@ from transformers import set_seed
 
 from helpers.model_types import DECODER, HEADS, PAIR, REFUSALS, SAMPLE, TEXT, WORKS_AFTER_ALL, case, outputs
 from hf_efficient_attn.errors import UnsupportedAttentionError
+from tiny_models import reloaded
 
 
 def distance(found, expected, kept=None):
@@ -68,8 +69,7 @@ def test_model_types(name, method, tmp_path, calls):
     assert ("padding" in checked) == (kind in (TEXT, DECODER, PAIR))
     assert ("future" in checked) >= (kind == DECODER)
 
-    model.save_pretrained(tmp_path / "saved")
-    loaded = model_class.from_pretrained(tmp_path / "saved").eval()
+    loaded = reloaded(model, tmp_path / "saved")
     calls.clear()
     assert distance(outputs(loaded, inputs), found, valid) <= 1e-6
     assert calls or uses_state

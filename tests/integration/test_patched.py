@@ -17,6 +17,7 @@ from helpers.model_types import case, mask_of, outputs
 from hf_efficient_attn.integration import patched
 from hf_efficient_attn.integration.model_kinds import kind_of
 from hf_efficient_attn.standalone.export import kernel_implementation
+from tiny_models import reloaded
 
 NAMES = ("MPNet", "RoFormer", "MegatronBert", "RemBert", "Tapas", "Lilt", "Bloom")
 SMALL = hea.LongformerConfig(window_size=3)
@@ -113,8 +114,7 @@ def test_the_bias_of_mpnet_is_trained_and_saved(tmp_path):
     model.train()(**inputs).last_hidden_state.square().sum().backward()
     assert model.encoder.relative_attention_bias.weight.grad.abs().max() > 0
     expected = outputs(model.eval(), inputs)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path).eval()
+    again = reloaded(model, tmp_path)
     assert again.config._attn_implementation == "nearfar"
     assert difference(outputs(again, inputs), expected, inputs["attention_mask"]) == 0
     refuses("computes its attention itself", kernel_implementation, model, "org/nearfar")

@@ -1,10 +1,10 @@
-"""Attention sinks, as GPT-OSS has them: the methods that know their lse, layers that stay exact, caches and refusals.
+"""Attention sinks, as GPT-OSS has them: the methods that know their lse, caches and refusals.
 
+test_transformers.py has layers that stay exact.
 The promises compare the methods with their readable forms and, within the budget, with exact attention to one more key.
 """
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -12,10 +12,9 @@ import transformers
 
 import hf_efficient_attn as hea
 from each import refuses
-from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.methods import methods_with
 from instances import FIRST, WITH_SINKS, inputs, numbers, padding_mask
-from tiny_models import SMALL, TEXT, decode, enlarged, generate
+from tiny_models import SMALL, TEXT, decode, enlarged, generate, reloaded, tiny_batch
 from tiny_models import output as logits
 
 # Other layers of these models have a window.
@@ -46,12 +45,6 @@ def model_with_sinks(name="GptOss"):
 
 def sinks_of(model):
     return [x for name, x in model.named_parameters() if name.endswith("sinks")]
-
-
-def batch(padding="none"):
-    ids = torch.randint(3, 60, (2, 70), generator=torch.Generator().manual_seed(1))
-    mask = padding_mask(padding, 2, 70)
-    return {"input_ids": ids, **({} if mask is None else {"attention_mask": mask.long()})}
 
 
 @each_form
@@ -90,23 +83,6 @@ def test_half_precision_keeps_the_lse_in_float32(instance, is_causal):
     torch.testing.assert_close(found[0].double(), found[1], rtol=0.01, atol=0.0)
 
 
-@pytest.mark.parametrize(("window", "is_causal"), [*itertools.product((1, 20, 300, None), (False, True))])
-def test_exact_layers_keep_their_windows_and_sinks(window, is_causal):
-    query, key, value = inputs(2, 4, 300, num_kv_heads=2, head_dim=8, dtype=torch.float64)
-    mask, position = padding_mask("right", 2, 300), torch.arange(300)
-    distance = position - position[:, None]
-    allowed = (distance.abs() < (window or 300)) & ((distance <= 0) | (not is_causal)) & mask[:, None, None]
-    scores = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
-    scores = scores.masked_fill(~allowed, -torch.inf)
-    scores = torch.cat((scores, numbers(4)[:, None, None].expand(2, -1, 300, 1)), 3)
-    dense = scores.softmax(3)[..., :-1] @ value.repeat_interleave(2, 1)
-    given = {"is_causal": is_causal, "scale": None, "dropout_p": 0.0, "window": window, "sinks": numbers(4)}
-    torch.testing.assert_close(exact_layer(query, key, value, mask, **given), dense)
-    last = exact_layer(query[:, :, -9:], key, value, mask, **given | {"is_causal": True})
-    if is_causal:
-        torch.testing.assert_close(last, dense[:, :, -9:])
-
-
 MODELS = [*((name, "kdeformer") for name in RELATIVES), *(("GptOss", method) for method in CAUSAL)]
 
 
@@ -116,7 +92,7 @@ def test_models_within_the_budget_equal_their_own_attention(name, method):
     for convert in (lambda: model, lambda: hea.convert(model, method, **EXACT[method])):
         convert()
         for padding in ("none", "left"):
-            inputs = batch(padding)
+            inputs = tiny_batch("llama", padding=padding)
             keep = inputs.get("attention_mask", torch.ones(2, 70)).bool()
             out = model(**inputs).logits[keep]
             gradients = torch.autograd.grad(out.logsumexp(-1).sum(), sinks_of(model))
@@ -129,7 +105,7 @@ def test_models_within_the_budget_equal_their_own_attention(name, method):
 
 @pytest.mark.parametrize("method", CAUSAL)
 def test_caches_and_saved_models_keep_the_sinks(method, tmp_path):
-    model, inputs = hea.convert(model_with_sinks(), method, **SMALL[method]), batch("left")
+    model, inputs = hea.convert(model_with_sinks(), method, **SMALL[method]), tiny_batch("llama", padding="left")
     ids, mask = inputs.values()
     new = generate(model, inputs, 8)
     assert torch.equal(generate(model, inputs, 8, cache_implementation="static", disable_compile=True), new)
@@ -140,9 +116,7 @@ def test_caches_and_saved_models_keep_the_sinks(method, tmp_path):
         for look_up in (False, True):
             within = decode(model, ids, range(20, 70), hea.NearFarCache(model.config, 80, look_up), mask)
             torch.testing.assert_close(within, decode(model, ids, range(20, 70), mask=mask), rtol=1e-4, atol=1e-4)
-    model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, inputs), logits(model, inputs))
+    assert torch.equal(logits(reloaded(model, tmp_path), inputs), logits(model, inputs))
     assert hea.attention_error(exact, inputs).max() == 0 < hea.attention_error(model, inputs).max() < 2
 
 
@@ -156,8 +130,8 @@ def test_gradient_checkpointing_and_dropout(reentrant):
         if checkpoints:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         torch.manual_seed(0)
-        loss = model(**batch("left"), labels=batch()["input_ids"], use_cache=False).loss
-        loss.backward()
+        inputs = tiny_batch("llama", padding="left")
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
         found.append([x.grad.clone() for x in sinks_of(model)])
         model.zero_grad()
     assert min(x.abs().max() for x in found[0]) > 1e-4

@@ -21,9 +21,8 @@ from helpers.model_types import REFUSALS, SAMPLE, WORKS_AFTER_ALL, case
 from helpers.windowed_models import converted, exact_model
 from hf_efficient_attn.methods import methods_with
 from instances import INSTANCES, inputs, padding_mask
-from tiny_models import DECODERS, METHODS, RANDOM, SMALL, generate, output, tiny_batch, tiny_class, tiny_model
+from tiny_models import CAUSAL, DECODERS, METHODS, RANDOM, SMALL, generate, output, reloaded, tiny_batch, tiny_model
 
-CAUSAL = [name for name in METHODS if hea.method_info(name).causal]
 # What is enough for graphs in the core suite: sampled keys.
 each_method = pytest.mark.parametrize(
     "method", ["kdeformer", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in METHODS if x != "kdeformer")]
@@ -218,8 +217,7 @@ def test_autocast_and_low_precision(family, method, dtype, tmp_path):
     # Rounding can change the hash of a query and the keys that are sampled.
     assert similarity > (0.7 if method in RANDOM else 0.99)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-    model.save_pretrained(tmp_path)
-    low = tiny_class(family).from_pretrained(tmp_path, dtype=dtype)
+    low = reloaded(model, tmp_path, dtype=dtype)
     assert low.dtype == dtype and low.config._attn_implementation == method
     inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in inputs.items()}
     out = output(low, inputs)
@@ -280,8 +278,7 @@ def test_an_offloaded_model(family, method, tmp_path):
         return generate(model, inputs, 6) if family in DECODERS else output(model, inputs)
 
     expected, on_cpu, folders = result(model), accelerate.cpu_offload(copy.deepcopy(model), cpu), tmp_path / "loaded"
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=folders)
+    loaded = reloaded(model, tmp_path, device_map={"": "disk"}, offload_folder=folders)
     accelerate.disk_offload(model, tmp_path / "disk", cpu)
     assert all(p.device.type == "meta" for p in model.parameters())
     assert all(p.device.type == "meta" for m in learned_in(loaded).values() for p in m.parameters())

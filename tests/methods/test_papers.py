@@ -1,6 +1,6 @@
 """Methods against the formulas of their papers, written out with dense matrices, and what is particular to them.
 
-The Nystromformer, whose formulas are in test_oracles.py, ScatterBrain, ApproxKMV, Reformer and EVA.
+The Nystromformer, whose formulas are in test_oracles.py, ScatterBrain, ApproxKMV, Reformer, EVA and feature maps.
 """
 
 import math
@@ -99,11 +99,10 @@ def test_initial_kernels():
 
 @pytest.mark.parametrize(("size", "shape"), [(3, (2, 5)), (3, (1, 3)), (0, (2, 3))])
 def test_kernels_of_another_shape_are_refused(size, shape):
-    tensors = inputs(num_heads=2, q_len=40)
-    with pytest.raises(hea.UnsupportedAttentionError, match=rf"does not match .*kernel_size={size}.* and 2 heads"):
-        nystromformer(*tensors, conv_kernel_size=size, conv_weight=torch.zeros(shape))
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"40 queries and 30 keys; set conv_kernel_size=0"):
-        nystromformer(*inputs(q_len=40, kv_len=30), conv_kernel_size=3)
+    words, given = rf"does not match .*kernel_size={size}.* and 2 heads", {"conv_weight": torch.zeros(shape)}
+    refuses(words, nystromformer, *inputs(q_len=40), conv_kernel_size=size, **given)
+    words = r"40 queries and 30 keys; set conv_kernel_size=0"
+    refuses(words, nystromformer, *inputs(q_len=40, kv_len=30), conv_kernel_size=3)
 
 
 # ScatterBrain against the estimate of its paper, which subtracts the features on the near field.
@@ -482,3 +481,52 @@ def test_causal_form_by_hand():
         one = [x[0, 0] for x in tensors]
         close(outs[-1], paper(*one, 0.7, lambda i: range(max(0, i // 4 - 1) * 4, i + 1), chunks, *given), 1e-10)
     assert differs(outs[1], outs[0], 1e-3) and differs(outs[2], outs[1], 1e-3)
+
+
+# Feature maps. `forward` and `naive` share the functions that compute features, so comparing the two shows nothing.
+
+
+def phi(x: torch.Tensor, feature_map: str, weight: torch.Tensor | None) -> torch.Tensor:
+    """The features of tokens (B, H, N, D) with maps (H, D, F) or, for "t2r", (H, D + 1, F)."""
+    if weight is None:
+        return torch.where(x > 0, x + 1.0, x.exp())
+    if feature_map == "t2r":
+        return (x @ weight[:, :-1] + weight[:, -1:]).relu()
+    y = x @ weight
+    y = torch.cat([y, -y], -1)
+    return y.exp() if feature_map == "exp" else y.exp() / y.exp().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "feature_map"), [("linear", "elu"), *product(("linear", "performer"), ("hedgehog", "t2r", "exp"))]
+)
+def test_attention_by_the_formula(method, feature_map):
+    """Weights phi(q) . phi(k), in a window exp(scale q . k), and outside of it with the factor exp(far_log_weight).
+
+    Performer has no window.
+    """
+    query, key, value = inputs(2, 2, 61, 6, value_dim=3, dtype=torch.float64, spread=0.6)
+    both, options, scale = (None, None), {"feature_map": feature_map}, 0.5
+    far_log_weight = torch.full((2,), -math.log(6), dtype=torch.float64)
+    if feature_map != "elu":
+        both = [0.7 * numbers(2, 6 + (feature_map == "t2r"), 5, seed=seed) for seed in (3, 4)]
+        options |= {"num_features": 5, "query_map": both[0], "key_map": both[1]}
+        far_log_weight = torch.tensor((0.7, -1.3), dtype=torch.float64)  # what may be learned
+    if feature_map == "t2r":
+        for one in both:
+            one[:, -1].abs_().add_(1.0)  # so that some feature of every token is positive
+    # A scale multiplies the queries, as in the softmax.
+    features = phi(query * scale * 6**0.5, feature_map, both[0]) @ phi(key, feature_map, both[1]).mT
+    exact, position = (scale * query @ key.mT).exp(), torch.arange(61)
+    mask = padding_mask("right", 2, 61, seed=1)
+    for window, is_causal in product((0, 4) if method == "linear" else (0,), (False, True)):
+        weights, given = features, dict(options)
+        if window:
+            given |= {"window_size": window} | ({} if feature_map == "elu" else {"far_log_weight": far_log_weight})
+            far = features * far_log_weight.exp()[:, None, None]
+            weights = torch.where((position[:, None] - position).abs() <= window, exact, far)
+        weights = weights * mask[:, None, None]
+        weights = weights.tril() if is_causal else weights
+        ours = hea.attention(method, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale, **given)
+        expected = weights @ value / weights.sum(-1, keepdim=True)
+        close(ours.transpose(1, 2)[mask], expected.transpose(1, 2)[mask])

@@ -8,7 +8,7 @@ import torch
 
 from each import DEVICE, close, count_moved, needs_triton
 from hf_efficient_attn.analysis import exact_output
-from hf_efficient_attn.ops.backends import cluster_attention, launches
+from hf_efficient_attn.ops.backends import cluster_attention
 from hf_efficient_attn.ops.nearfar import causal as causal_nearfar
 from hf_efficient_attn.ops.nearfar.causal import causal_nearfar_attention, causal_nearfar_naive
 from hf_efficient_attn.ops.nearfar.chunks import cluster_index, levels_of, members_of, split_columns
@@ -127,19 +127,6 @@ def test_dropout_keeps_the_mean():
     assert not torch.equal(outs[0], outs[1])
 
 
-@pytest.fixture
-def by_kernels(monkeypatch):
-    """The launches of the kernels, which take what they would take on a GPU, and are not checked."""
-    found = []
-    run = launches.launch
-    monkeypatch.setattr(launches, "launch", lambda call: (found.append(call), run(call)))
-    if DEVICE == "cpu":
-        monkeypatch.setattr(launches, "takes", lambda *x: all(y.dtype != torch.float64 for y in x))
-    monkeypatch.setattr(launches, "passes_check", lambda *_: True)
-    monkeypatch.setattr(causal_nearfar, "runs_block_kernels", lambda device: True)
-    return found
-
-
 def of_kernels(length=300, dims=(16, 16), dtype=torch.float32):
     """Query, key and value that have peaked weights, so that queries choose different clusters."""
     return [(2.0 * numbers(2, length, n, seed=i)).to(DEVICE, dtype) for i, n in enumerate((dims[0], *dims))]
@@ -157,11 +144,11 @@ def of_kernels(length=300, dims=(16, 16), dtype=torch.float32):
         (64, {"dtype": torch.float16}, 0),
     ],
 )
-def test_kernels_compute_the_same(columns, given, first, by_kernels):
+def test_kernels_compute_the_same(columns, given, first, kernels):
     given = of_kernels(**given)
     options = split_columns(columns, 0.25, with_lse=True)._replace(first_query=first)
     out = causal_nearfar_attention(*given, options)
-    assert [x.name for x in by_kernels] == ["cluster_landmarks", "cluster_attention"]
+    assert [x.name for x in kernels] == ["cluster_landmarks", "cluster_attention"]
     expected = causal_nearfar_naive(*given, options)
     # A rounded score may change a choice.
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[given[0].dtype]
@@ -169,17 +156,17 @@ def test_kernels_compute_the_same(columns, given, first, by_kernels):
 
 
 @needs_triton
-def test_calls_that_kernels_do_not_take(by_kernels):
+def test_calls_that_kernels_do_not_take(kernels):
     options = split_columns(64, 0.25)
     given = of_kernels()
     causal_nearfar_attention(*(x.requires_grad_() for x in given), options).sum().backward()
     causal_nearfar_attention(*(x.detach() for x in given), options._replace(dropout_p=0.1))
-    assert not {x.name for x in by_kernels} & {"cluster_landmarks", "cluster_attention"}
+    assert not {x.name for x in kernels} & {"cluster_landmarks", "cluster_attention"}
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_check_of_the_kernels(dtype, by_kernels, monkeypatch):
+def test_the_check_of_the_kernels(dtype, kernels, monkeypatch):
     calls = []
     backend = cluster_attention.BACKEND._replace(applies=lambda call, plain: bool(calls.append((call, plain))))
     monkeypatch.setattr(causal_nearfar, "CLUSTER_BACKENDS", (backend,))
@@ -192,10 +179,10 @@ def test_the_check_of_the_kernels(dtype, by_kernels, monkeypatch):
 
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")
-def test_costs_are_what_the_kernels_move(by_kernels, monkeypatch):
+def test_costs_are_what_the_kernels_move(kernels, monkeypatch):
     """Without chosen clusters, whose number the costs assume."""
     moved = count_moved(monkeypatch)
     monkeypatch.setattr(causal_nearfar, "_LEAST", 2.0)
     monkeypatch.setattr(kernel_costs, "_CHOSEN", 0)
     causal_nearfar_attention(*of_kernels(dtype=torch.bfloat16), split_columns(64, 0.25))
-    assert moved[0] == pytest.approx(sum(kernel_costs.COSTS[x.name](x).moved for x in by_kernels), rel=0.1)
+    assert moved[0] == pytest.approx(sum(kernel_costs.COSTS[x.name](x).moved for x in kernels), rel=0.1)

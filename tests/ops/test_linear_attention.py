@@ -19,16 +19,6 @@ pytestmark = needs_triton
 HALF = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """Let the kernels take the tensors of the tests. Returns the list of their launches."""
-    launched, launch = [], launches.launch
-    monkeypatch.setattr(launches, "takes", lambda *tensors: True)
-    monkeypatch.setattr(launches, "passes_check", lambda *_: True)
-    monkeypatch.setattr(launches, "launch", lambda call: (launched.append(call), launch(call)))
-    return launched
-
-
 def make(q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, name="elu", causal=False, **how):
     """A call whose tensors have gradients. Masked keys and values are NaN.
 
@@ -175,8 +165,7 @@ def test_methods_with_and_without_kernels(kernels, monkeypatch, method, options,
         monkeypatch.setattr(launches, "takes", lambda *tensors: False)
     first, count = ("direction_", 3) if "performer" in method else ("linear_", 4)
     assert len({x.name for x in kernels if x.name.startswith(first)}) == count
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts in the interpreter")

@@ -123,8 +123,6 @@ def test_two_processes_train_like_one(name, here, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "two" / "metrics.json").read_text())["processes"] == 2
     assert (tmp_path / "two" / "learning_curve.png").is_file()
-    first, second = (weights(tmp_path / out) for out in ("one", "two"))
-    for key in first:
-        torch.testing.assert_close(second[key], first[key], atol=1e-5, rtol=1e-4, msg=key)
+    torch.testing.assert_close(*(weights(tmp_path / out) for out in ("two", "one")), atol=1e-5, rtol=1e-4)
     if name != "loop":
         np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-4)

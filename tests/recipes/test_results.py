@@ -2,24 +2,24 @@
 
 import copy
 import csv
+import functools
 import json
 import pathlib
 import re
 
 import pytest
 
-import hf_efficient_attn as hea
-from hf_efficient_attn import cli
+from helpers import commands
 from recipes import publish, results
 from recipes.results import Spec
+from tiny_recipes import refuses
 
 FIGURES = json.loads(results.FIGURES.read_text(encoding="utf-8"))
 SPECS = results.read_specs()
 MEASURED = {name: spec for name, spec in SPECS.items() if spec.commands}
 
 
-def run(*words) -> int:
-    return cli.run(results.app, [str(word) for word in words], "results")
+run = functools.partial(commands.run, results)
 
 
 def test_tables_of_the_pages_follow_from_the_figures():
@@ -158,8 +158,7 @@ def test_edited_tables_and_figures_are_noticed(checkout):
     changed = results.pages(figures)
     assert "| 5 times |" in changed[readme] != readme.read_text() and "5.0x" in changed[page]
     page.write_text("<!-- table: unknown -->\n<!-- end -->\n")
-    with pytest.raises(hea.UnsupportedAttentionError, match=r"table unknown, which results\.yaml does not have"):
-        results.pages(figures)
+    refuses(r"table unknown, which results\.yaml does not have", results.pages, figures)
 
 
 def test_figures_of_records():
@@ -170,10 +169,8 @@ def test_figures_of_records():
     assert results.figure_of([{"top one": 1 / 3, "how": "a b"}], "{top one:.2f} 'how=a b'") == 0.3333
     rows = {"b | x": {"e": 2}, "a | y": {"e": 3}, "b | z": {"e": None}, "a | x": {"e": 1}, "b | y": {"e": 0}}
     assert list(results.in_order(rows, "e")) == ["b | y", "b | x", "b | z", "a | x", "a | y"]
-    with pytest.raises(ValueError, match="2 records match"):
-        results.figure_of(records, "{n}")
-    with pytest.raises(ValueError, match="none of the columns"):
-        results.rows_of(Spec("a: {a}", {"x": "{n} a=9"}), records)
+    refuses("2 records match", results.figure_of, records, "{n}")
+    refuses("none of the columns", results.rows_of, Spec("a: {a}", {"x": "{n} a=9"}), records)
 
 
 def test_commands_run_with_the_places_of_the_data(tmp_path, monkeypatch):

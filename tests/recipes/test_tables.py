@@ -9,7 +9,6 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
-from helpers.commands import read_csv, run
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends import cpu, products
@@ -183,15 +182,12 @@ def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
     assert own["fewer_products"] > theirs["fewer_products"] > theirs["fewer"]
 
 
-def test_table_is_printed_and_written(tmp_path, capsys):
-    rows = tmp_path / "rows.csv"
-    assert run(operations, "--layer biggan --method scatterbrain,linear --rounds 1 --csv", rows) == 0
-    assert "Omitted, since they have no rectangular form: scatterbrain" in capsys.readouterr().out
-    exact, linear = read_csv(rows)
+def test_table_is_printed_and_written(table):
+    (exact, linear), out = table(operations, "--layer biggan --method scatterbrain,linear --rounds 1")
+    assert "Omitted, since they have no rectangular form: scatterbrain" in out
     assert (exact["method"], linear["method"]) == ("sdpa", "linear")
     assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * (256 * 1024 + 264 * 4096)))
-    assert run(operations, "--layer", "t2t.1", "--method", "linear", "--rounds", "1") == 0
-    out = capsys.readouterr().out
+    _, out = table(operations, "--layer t2t.1 --method linear --rounds 1")
     assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "10.071" in out
 
 
@@ -213,13 +209,9 @@ def test_errors_of_a_method(causal):
     assert 0 < found["within"] <= 3 * found["exact"] and 0 < found["at"] < 0.01 < found["approximation"]
 
 
-def test_the_command_of_errors(tmp_path, capsys):
-    path = tmp_path / "half.csv"
-    arguments = ["--tokens", "64", "--budget", "16", "--inputs", "2", "--csv", str(path)]
-    methods = ["--method", "nearfar,linear,nystromformer:pinv=solve"]
-    assert run(error_table, *arguments, *methods, "--half", "bfloat16,float16") == 0
-    out = capsys.readouterr().out
-    rows = read_csv(path)
+def test_the_command_of_errors(table):
+    methods = "--method nearfar,linear,nystromformer:pinv=solve --half bfloat16,float16"
+    rows, out = table(error_table, "--tokens 64 --budget 16 --inputs 2", methods)
     names = ["nearfar", "linear", "nystromformer (pinv=solve)"]
     assert [(row["dtype"], row["method"]) for row in rows] == [(d, n) for d in ("bfloat16", "float16") for n in names]
     bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
@@ -257,8 +249,6 @@ def test_tokens_for_heads(kv_heads):
     assert found.calls == 2
 
 
-def test_the_command_of_traffic(tmp_path):
-    path = tmp_path / "sent.csv"
-    assert run(sequence_parallel, "--length", 8192, "--causal", "--csv", path) == 0
-    rows = read_csv(path)
+def test_the_command_of_traffic(table):
+    rows, _ = table(sequence_parallel, "--length 8192 --causal")
     assert [row["method"] for row in rows] == ["linear", "longformer", "performer", "tokens for heads"]
