@@ -46,9 +46,13 @@ def differs(ours, other, least: float = 0.01) -> bool:
 
 
 def refuses(
-    message: str, call: Callable[..., Any], *given: Any, error: type = hea.UnsupportedAttentionError, **named: Any
+    message: str | None,
+    call: Callable[..., Any],
+    *given: Any,
+    error: type | tuple[type, ...] = hea.UnsupportedAttentionError,
+    **named: Any,
 ) -> None:
-    """Check that a call is refused with a message."""
+    """Check that a call is refused with a message, or with any if it is None."""
     with pytest.raises(error, match=message):
         call(*given, **named)
 

@@ -24,12 +24,6 @@ PRELOADED = [
 ]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def _start(rank: int, size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple) -> None:
     torch.set_num_threads(1)
     os.environ.update(
@@ -56,9 +50,10 @@ def run(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) 
     folder.mkdir(parents=True, exist_ok=True)
     if _METHOD == "forkserver":
         multiprocessing.set_forkserver_preload(PRELOADED)
-    context = multiprocessing.start_processes(
-        _start, (size, free_port(), str(folder), function, arguments), size, join=False, start_method=_METHOD
-    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        given = size, free.getsockname()[1], str(folder), function, arguments
+    context = multiprocessing.start_processes(_start, given, size, join=False, start_method=_METHOD)
     ended = [process.join(timeout=900) or process.exitcode for process in context.processes]
     errors = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("error*"))]
     assert not any(ended), "\n".join([f"exit codes {ended}", *errors])

@@ -1,6 +1,7 @@
 """`replace_sdpa`: models that call `scaled_dot_product_attention` or `nn.MultiheadAttention` themselves."""
 
 import copy
+import functools
 import io
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -295,15 +296,6 @@ def test_cross_attention_of_other_sizes(x):
     assert "replaced" in replacement.report()
 
 
-def test_gradient_checkpointing_computes_the_same_again(x):
-    plain, gradients = model().train(), []
-    hea.replace_sdpa(plain, SMALL, min_length=0)
-    for call in (plain, lambda x: checkpoint_sequential(plain, 2, x, use_reentrant=False)):
-        torch.manual_seed(3)
-        gradients += torch.autograd.grad(call(x.requires_grad_()).square().sum(), plain[0].qkv.weight)
-    close(*gradients, 1e-5)
-
-
 def test_copies_and_files_keep_the_replacement_until_it_is_ended(x):
     plain = model()
     exact, inner = plain(x), plain[0](x)
@@ -338,7 +330,7 @@ def test_failed_calls_and_other_threads_and_models(x):
     exact = other(x)
     hea.replace_sdpa(plain, SMALL, min_length=0)
     out = plain(x)
-    refuses("", plain, x[..., :5], error=RuntimeError)
+    refuses(None, plain, x[..., :5], error=RuntimeError)
     assert torch.equal(other(x), exact)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda module: module(x), (plain, other)))
@@ -405,11 +397,15 @@ def test_graphs_of_any_length_and_mask(x):
         assert len(replacement.traced) == 1 and replacement.traced[0][1].startswith(outcome)
 
 
-def test_gradients_of_a_compiled_model(x):
-    plain, gradients = model(is_causal=True), []
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["checkpointed", "compiled"])
+def test_gradients_of_a_compiled_model_and_with_checkpointing(is_compiled, x):
+    """Checkpointing draws the same again in training."""
+    plain, gradients = model(is_causal=is_compiled).train(not is_compiled), []
     hea.replace_sdpa(plain, SMALL, min_length=0)
-    for call in (plain, whole(plain, "aot_eager")):
-        gradients += torch.autograd.grad(call(x).square().sum(), plain[0].qkv.weight)
+    checkpointed = functools.partial(checkpoint_sequential, plain, 2, use_reentrant=False)
+    for call in (plain, whole(plain, "aot_eager") if is_compiled else checkpointed):
+        torch.manual_seed(3)
+        gradients += torch.autograd.grad(call(x.requires_grad_()).square().sum(), plain[0].qkv.weight)
     close(*gradients, 1e-5)
 
 

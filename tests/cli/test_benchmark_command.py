@@ -538,9 +538,6 @@ def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
             raise given
 
 
-# texts and pictures
-
-
 def test_texts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two", "more": 3}')
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three\r\nfour"))

@@ -170,9 +170,6 @@ def test_the_demo_of_minilm(minilm, capsys):
         assert 0.01 < measured["nearfar", n]["output_error"] < 0.3
 
 
-# In a new process.
-
-
 def run(line, **environment):
     environment = {"PYTHONPATH": str(ROOT), **environment}
     return subprocess.run(line, capture_output=True, text=True, env={**os.environ, **environment})
@@ -186,9 +183,6 @@ def start(*arguments, options=(), **environment):
 def imported(done):
     """The top-level modules that a process imported, which it reports on stderr by `-X importtime`."""
     return {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
-
-
-# Imports.
 
 
 HELP = """
@@ -235,9 +229,6 @@ def test_only_the_command_waits_with_the_import(argv, started_as, expected, monk
     assert hea._is_command() is expected
 
 
-# Ctrl-C.
-
-
 @pytest.mark.skipif(os.name == "nt", reason="signals and terminals of POSIX")
 def test_a_terminal_shows_at_once_that_the_command_works():
     """The message appears before the imports; Ctrl-C then ends the command in one line."""
@@ -258,9 +249,6 @@ def test_a_terminal_shows_at_once_that_the_command_works():
     assert (running.returncode, out) == (130, b"")
     assert told.decode().split("\n")[-2].strip() == "error: interrupted"
     assert b"Traceback" not in told
-
-
-# Help and completion.
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])
@@ -288,9 +276,6 @@ def test_completion(line, expected):
     done = start(options=("-X", "importtime"), **environment)
     assert sorted(done.stdout.split()) == sorted(expected)
     assert not imported(done) & SLOW
-
-
-# The terminal.
 
 
 @pytest.mark.parametrize(

@@ -397,9 +397,6 @@ def fill(folder, **files):
         path.write_text(text)
 
 
-# Existing folders, and files that appear during the work
-
-
 def test_existing_folders_are_replaced_only_with_force(convert, tmp_path, capsys):
     out = tmp_path / "out"
     fill(out, mine_txt="mine")
@@ -454,9 +451,6 @@ def test_two_conversions_to_the_same_folder(convert, tmp_path, capsys):
     assert command(*convert(tmp_path / "other")) == 0
 
 
-# Names that cannot be used
-
-
 def test_outputs_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     """They would damage other files, or are no names."""
     source = save(tmp_path / "above" / "source", "bert")
@@ -481,9 +475,6 @@ def test_outputs_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     ]:
         refuses(message, checkpoint_conversion.convert_saved_model, source, folder, "linear", force=True)
     assert tree(tmp_path) == before
-
-
-# Full disks
 
 
 # 20,000 bytes are too few for the weights, and 600 for config.json.

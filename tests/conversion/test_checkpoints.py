@@ -299,9 +299,6 @@ def test_a_model_in_the_folder_of_a_module(tmp_path):
     assert read(tmp_path / "out", NAME) == {"max_seq_length": 300}
 
 
-# From where on a method differs from exact attention
-
-
 def test_where_texts_differ():
     model = tiny_model("bert")
     mix = [{"layers": [1], "method": "longformer", "window_size": 4}, {"layers": [0], "method": "linear"}]

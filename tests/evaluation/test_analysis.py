@@ -58,8 +58,7 @@ def test_head_to_tail_of_known_kernels(query, key, options, expected):
 
 def test_softmax_matrix():
     query, key = numbers(2, 4, 5, 3), numbers(2, 2, 7, 3, seed=1)
-    mask = torch.ones(2, 7, dtype=torch.bool)
-    mask[0, 4:] = False
+    mask = torch.arange(7) < torch.tensor([[4], [7]])
     key[0, :, 4:] = torch.nan
     found = analysis.softmax_matrix(query, key, attention_mask=mask, is_causal=True)
     # The queries are the last five of seven positions.
@@ -89,8 +88,7 @@ NEAR_FIELDS = [
 @pytest.mark.parametrize("config", NEAR_FIELDS, ids=repr)
 def test_near_field_is_what_the_method_computes_without_samples(config):
     query, key, value = numbers(2, 2, 33, 8), numbers(2, 2, 33, 8, seed=1), numbers(2, 2, 33, 5, seed=2)
-    mask = torch.ones(2, 33, dtype=torch.bool)
-    mask[1, 25:] = False
+    mask = torch.arange(33) < torch.tensor([[33], [25]])
     for causal in (False, True):
         options = {"attention_mask": mask, "is_causal": causal, "seed": 3}
         pairs = analysis.near_field_pairs(config, query, key, **options)
@@ -176,12 +174,9 @@ def test_exact_output_is_the_softmax_matrix_times_values(causal, padded, length,
 
 @pytest.mark.parametrize(("causal", "padded"), [(False, True), (True, False)])
 def test_attention_error_by_head_and_seed(causal, padded):
-    query, key, value = (numbers(2, 3, 40, 8, seed=i) for i in range(3))
-    mask = torch.ones(2, 40, dtype=torch.bool)
-    if padded:
-        mask[0, 30:] = False
-        query[0, :, 30:] = key[0, :, 30:] = value[0, :, 30:] = torch.nan
-    given = [x.requires_grad_() for x in (query, key, value)]
+    mask = torch.arange(40) < torch.tensor([[30 if padded else 40], [40]])
+    given = (numbers(2, 3, 40, 8, seed=i).masked_fill(~mask[:, None, :, None], torch.nan) for i in range(3))
+    given = [x.requires_grad_() for x in given]
     masks = {"attention_mask": mask if padded else None, "is_causal": causal}
     options = {"block_size": 4, "num_samples": 4, **masks}
     found, other = (analysis.attention_error("hyperattention", *given, seed=seed, **options) for seed in (5, 6))

@@ -410,32 +410,24 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "factor", "minutes", "done"),
+    ("stages", "factor", "minutes", "done"),
     [
-        ([10, 20, 40, 1], 1, None, 4),
-        ([10, 20, 40, 1], 1, 1.0, 2),  # the last one would fit, but the third is more informative
-        ([10, 20, 25], 2, 1.0, 2),  # the estimates are corrected by the steps that are done
-        ([10, 20, 25], 0.5, 0.5, 3),
-        ([100, 1], 0.01, 0.001, 1),  # the first one is always carried out
+        ([[10, 20, 40, 1]], 1, None, [10, 20, 40, 1]),
+        ([[10, 20, 40, 1]], 1, 1.0, [10, 20]),  # the last one would fit, but the third is more informative
+        ([[10, 20, 25]], 2, 1.0, [10, 20]),  # the estimates are corrected by the steps that are done
+        ([[10, 20, 25]], 0.5, 0.5, [10, 20, 25]),
+        ([[100, 1]], 0.01, 0.001, [100]),  # the first one is always carried out
+        # The first measurement of what is long does not fit, and those that are complete can still be refined.
+        ([[1, 100, 1], [9, 99]], 1, 1.0, [1, 9]),
     ],
 )
-def test_steps_stop_before_the_limit(seconds, factor, minutes, done, clock):
-    names = []
-    for step in carry_out([Step(f"{i}", s) for i, s in enumerate(seconds)], Execution(minutes, _start=0.0)):
+def test_stages_stop_before_the_limit(stages, factor, minutes, done, clock):
+    plan = [Step(f"{cost}", cost, stage=stage) for stage, costs in enumerate(stages) for cost in costs]
+    found = []
+    for step in carry_out(plan, Execution(minutes, _start=0.0)):
         clock.now += factor * step.cost
-        names.append(step.name)
-    assert names == [f"{i}" for i in range(done)]
-
-
-def test_a_stage_that_ends_early_is_followed_by_the_next(clock):
-    """The first measurement of what is long does not fit, and those that are complete can still be refined."""
-    plan = [Step(f"{i}", cost) for i, cost in enumerate([1, 100, 1])]
-    plan += [Step("full", 9, stage=1), Step("late", 99, stage=1)]
-    names = []
-    for step in carry_out(plan, Execution(1.0, _start=0.0)):
-        clock.now += step.cost
-        names.append(step.name)
-    assert names == ["0", "full"]
+        found.append(step.cost)
+    assert found == done
 
 
 def test_the_bar_is_in_proportion_to_the_estimates_and_removed(clock, monkeypatch):

@@ -383,13 +383,10 @@ def test_methods_that_decode_exactly(method):
     assert cache.layers[1].keys.shape[2] <= 16
 
 
-def layer_outputs(
-    query, key, value, columns: int, prompt: int, mask=None, scale=None, kind="landmarks"
-) -> tuple[torch.Tensor, NearFarLayer]:
+def layer_outputs(query, key, value, columns, prompt, mask=None, kind="landmarks") -> tuple[Tensor, NearFarLayer]:
     """The outputs of a layer, a prompt first and then one token after the other."""
     layer = (LookUpLayer if kind == "look-ups" else NearFarLayer)(NEARFAR, columns)
-    cuts = range(prompt, query.shape[2])
-    return in_calls(layer, (query, key, value), cuts, mask, scale=scale), layer
+    return in_calls(layer, (query, key, value), range(prompt, query.shape[2]), mask), layer
 
 
 def in_calls(layer, tensors, cuts, mask=None, **options) -> torch.Tensor:

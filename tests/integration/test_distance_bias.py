@@ -16,6 +16,7 @@ from each import refuses
 from helpers.encoder_decoders import t5
 from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
+from instances import inputs, numbers
 from promises import Memory
 from tiny_models import output as logits
 from tiny_models import reloaded, tiny_batch
@@ -35,12 +36,10 @@ def encoded(model, inputs: dict) -> torch.Tensor:
         return model.encoder(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state
 
 
-def heads(length: int = 90, seed: int = 0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(2, 3, length, 8, generator=generator, dtype=dtype) for _ in range(3)]
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[0, :7], mask[1, 60:] = False, False
-    return tensors, torch.randn(3, 31, generator=generator, dtype=dtype), mask
+def heads(length: int = 90, dtype=torch.float64):
+    position = torch.arange(length)
+    mask = (position >= torch.tensor([[7], [0]])) & (position < torch.tensor([[length], [60]]))
+    return inputs(2, 3, length, 8, dtype=dtype), numbers(3, 31, dtype=dtype), mask
 
 
 # Small budgets: every config approximates the tests' 90 tokens.

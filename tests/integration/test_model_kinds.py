@@ -21,17 +21,12 @@ from tiny_models import output
 IS_NEWEST = Version(transformers.__version__) >= Version("5.24")
 
 
-def modules_of_classes() -> dict[str, str]:
-    """The module of every class in the modeling files of Transformers."""
-    folder = pathlib.Path(transformers.__file__).parent / "models"
-    found = {}
-    for path in sorted(folder.glob("*/modeling_*.py")):
-        for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.M):
-            found[name] = f"transformers.models.{path.parent.name}.{path.stem}"
-    return found
-
-
-CLASSES = modules_of_classes()
+# The module of every class in the modeling files of Transformers.
+CLASSES = {
+    name: f"transformers.models.{path.parent.name}.{path.stem}"
+    for path in sorted(pathlib.Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    for name in re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), re.M)
+}
 
 
 def named(kind: ModelKind) -> list[str]:

@@ -10,6 +10,7 @@ import transformers
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.encoder_decoders import composite, tiny
+from helpers.model_types import sizes
 from hf_efficient_attn.evaluation.data import allow_length
 from tiny_models import generate, output, reloaded, tiny_batch, tiny_model
 
@@ -28,9 +29,8 @@ def model_of(family: str, head: bool = True):
 
 
 def esm():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    positions = {"position_embedding_type": "rotary", "max_position_embeddings": 34}
-    return transformers.EsmModel(transformers.EsmConfig(vocab_size=33, pad_token_id=1, **sizes, **positions)).eval()
+    values = sizes(transformers.EsmConfig, position_embedding_type="rotary", max_position_embeddings=34)
+    return transformers.EsmModel(transformers.EsmConfig(**values)).eval()
 
 
 def test_computed_positions_take_any_length():
@@ -51,7 +51,7 @@ def test_tiling(family, head, tmp_path):
     model, offset, short = model_of(family, head), OFFSET.get(family, 0), tiny_batch("bert", length=128)
     long = tiny_batch("bert", length=300, padding="right")
     old, before = [table.weight.detach().clone() for table in tables(model)], output(model, short)
-    refuses("", output, model, long, error=(IndexError, RuntimeError))
+    refuses(None, output, model, long, error=(IndexError, RuntimeError))
     assert hea.extend_positions(model, 300) is model
     assert len(old) == (2 if family == "bart" else 1)
     for table, was in zip(tables(model), old, strict=True):
@@ -148,7 +148,7 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
     output(hea.extend_positions(model, 150), long)
     refuses(MESSAGE.format(150), output, copied, long)
     # Exact again, the model is Transformers' own.
-    refuses("", output, hea.convert(copied, "sdpa"), long, error=(IndexError, RuntimeError))
+    refuses(None, output, hea.convert(copied, "sdpa"), long, error=(IndexError, RuntimeError))
 
 
 def test_generation_is_refused_where_it_exceeds_the_table():

@@ -39,9 +39,6 @@ METHODS = hea.available_methods()
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-# All ways of switching
-
-
 @each_family
 @few_methods
 def test_all_ways_of_switching_give_the_same_model(family, method, tmp_path):
@@ -118,9 +115,6 @@ def test_the_arguments_that_a_method_gets(family, calls):
         assert calls[-1]["attention_mask"] is None and calls[-1]["is_causal"] is (family == "gpt2")
 
 
-# Layers
-
-
 @each_family
 def test_layers_not_named_stay_exact(family, calls):
     exact, inputs, found = tiny_model(family), tiny_batch(family), []
@@ -191,9 +185,6 @@ def test_exact_layers_against_the_definition(padding, window, is_causal, sinks):
             close(last, expected[:, :, -9:].to(dtype), tolerance)
 
 
-# Padding and the future, through whole models
-
-
 @pytest.mark.parametrize(("method", "layers"), [*((method, None) for method in METHODS), (METHODS[0], [1])])
 @pytest.mark.parametrize("padding", ["left", "right", "without any token"])
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x not in ("vit", "deit")])
@@ -212,8 +203,6 @@ def test_padding_never_leaks(family, method, padding, layers):
     alone = output(model, {key: x[:1] for key, x in inputs.items()})
     torch.testing.assert_close(first[:1], alone, atol=1e-5, rtol=1e-5)
 
-
-# Cross attention
 
 # In Transformers 5.12 GPT-2 drops the mask of the encoder, for every attention implementation.
 GPT2_DROPS_THE_MASK = "encoder_attention_mask = None\n" in inspect.getsource(transformers.GPT2Model.forward)

@@ -72,9 +72,6 @@ def test_as_many_projections_as_tokens_give_the_kernels_method(method):
     assert differs(drawn, expected, 0.1)
 
 
-# --- tables ---
-
-
 @pytest.mark.parametrize(("count", "length"), [(1, 5), (4, 12), (5, 13), (8, 3), (6, 6)])
 @each_projection
 def test_tables_of_means(method, count, length):

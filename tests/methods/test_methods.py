@@ -97,9 +97,6 @@ def test_empty_inputs_and_inference_mode(instance, is_causal):
         torch.testing.assert_close(out, again.detach())
 
 
-# Configs.
-
-
 @each_instance
 def test_config_round_trip(instance):
     config = instance.config()
@@ -251,9 +248,6 @@ def test_a_registered_method_is_available_at_once_and_can_be_replaced():
         assert hea.attention("correct", *tensors).abs().sum() == 0
         assert "Another title" in hea.functional.correct_attention.__doc__
     assert "correct" not in hea.available_methods()
-
-
-# Functional forms.
 
 
 @each_instance

@@ -384,7 +384,7 @@ def test_missing_and_unknown_names_are_reported(tmp_path):
     state = theirs(tmp_path).state_dict()
     part = state.pop("generator.layers.0.conv_1.weight_orig")
     torch.save(state, tmp_path / "pytorch_model.bin")
-    refuses("", BigGANModel.from_pretrained, tmp_path, error=RuntimeError)
+    refuses(None, BigGANModel.from_pretrained, tmp_path, error=RuntimeError)
     _, report = BigGANModel.from_pretrained(tmp_path, spectral_norm=True, output_loading_info=True)
     assert len(report["missing_keys"]) == 1
     state["generator.layers.0.conv_1.weight_orig"] = part

@@ -108,15 +108,10 @@ def compare(call: BlockCall, dtype: torch.dtype, tolerance: float) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_against_the_readable_form(form, kernels):
-    compare(make_call(form), torch.float32, 3e-6)
-
-
-@needs_triton
 @pytest.mark.parametrize(
     ("form", "sizes", "dtype", "tolerance"),
     [
+        *((form, SIZES, torch.float32, 3e-6) for form in FORMS),
         ("masked range and list", SIZES, torch.bfloat16, 2e-2),
         ("window and causal list", SIZES, torch.float16, 2e-3),
         ("window of ranges and list", (150, 70, 130, 12, 140), torch.float16, 2e-3),
@@ -126,7 +121,7 @@ def test_forms_against_the_readable_form(form, kernels):
         ("range", (20, 300, 8, 8, 1), torch.float32, 3e-6),
     ],
 )
-def test_sizes_and_dtypes(form, sizes, dtype, tolerance, kernels):
+def test_forms_sizes_and_dtypes_against_the_readable_form(form, sizes, dtype, tolerance, kernels):
     compare(make_call(form, sizes, dtype), dtype, tolerance)
 
 

@@ -191,9 +191,6 @@ def test_the_far_field_is_unbiased(scores, independent):
     assert (mean - 1.0).abs().mean() < 0.06
 
 
-# The causal plan.
-
-
 def causal_plan(length: int, scores: str = "probe", independent: bool = False, seed: int = 0, num_hashes: int = 0):
     row = numbers(4, length, 6), numbers(4, length, 6, seed=1), numbers(4, length, 5, seed=2)
     changes = {"scores": scores, "independent": independent, "draws": Draws(seed, CPU), "num_hashes": num_hashes}

@@ -30,9 +30,6 @@ from instances import numbers
 CPU = torch.device("cpu")
 
 
-# Partials and their merge.
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99), st.sampled_from((1.0, 30.0, 1e4)))
 def test_merge_of_any_split_is_the_whole(sizes, seed, size):
     query, key, value = numbers(2, 5, 3, seed=seed) * size, numbers(2, sum(sizes), 3, seed=1), numbers(2, sum(sizes), 4)
@@ -63,9 +60,6 @@ def test_merge_of_empty_parts_in_any_order_with_gradients():
     merged = merge(half, half)
     assert (merged.out.dtype, merged.lse.dtype) == (torch.float16, torch.float32)
     close(merged.lse, torch.full((1, 2), math.log(2)), 1e-6)
-
-
-# Hashing.
 
 
 def lemma_order(r: int) -> list[tuple[bool, ...]]:
@@ -105,8 +99,6 @@ def test_the_hash_is_angular():
         sides = x @ planes > 0
         assert (sides[0] != sides[1]).double().mean().item() == pytest.approx(angle / math.pi, abs=0.015)
 
-
-# Sampling.
 
 scores_lists = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=1, max_size=60)
 
@@ -187,9 +179,6 @@ def test_stratified_ranks(count, available, offset):
     assert (stratified_ranks(count, torch.tensor([[0]]), offset) == 0).all()
 
 
-# Random numbers.
-
-
 def test_uniform_and_normal_have_their_distributions():
     for seed, stream in ((0, 0), (1, 0), (0, 1), (2**31 - 1, 7)):
         flat = Draws(seed, CPU).uniform((20000,), stream)
@@ -220,9 +209,6 @@ def test_random_numbers_depend_on_the_seed_only(default):
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.random.get_rng_state(), state)
-
-
-# Features.
 
 
 def test_features_are_orthogonal_and_each_is_normal():
@@ -301,9 +287,6 @@ def test_the_gradient_is_finite_where_the_weights_nearly_underflow(is_causal, dt
     gradients = torch.autograd.grad(out.sum(), (query, key, value))
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert gradients[1].count_nonzero() == 2 and gradients[2].count_nonzero() == 2
-
-
-# Constants.
 
 
 def test_constants_are_kept_up_to_a_size(monkeypatch):

@@ -265,9 +265,6 @@ sys.exit(distill.run({argv!r}))
 """
 
 
-# --- long documents ---
-
-
 @pytest.fixture
 def document(here, tmp_path):
     """The options of a document in the tiny encoder, which has positions for 32 tokens."""

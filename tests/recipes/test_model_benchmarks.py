@@ -131,9 +131,6 @@ def test_a_t5_restores_words_and_is_measured(here, tmp_path, table):
     assert "48 tokens, 2 layers, 2 heads of 16, 1 inputs" in out
 
 
-# --- leaderboard ---
-
-
 def test_the_leaderboard_of_a_model(here, tmp_path, capsys):
     """48 tokens are more than the 32 positions, so that exact attention is measured in chunks as well."""
     write(tmp_path / "text" / "books" / "book.txt.gz", gzip.compress(prose(800, 1).encode()))
@@ -157,9 +154,6 @@ def test_the_leaderboard_of_a_model(here, tmp_path, capsys):
     assert re.findall(r"^\| (.*?) +\|", page, re.M)[1:] == [row["method"] for row in (*best, chunks)]
     assert (tmp_path / "out" / "leaderboard.png").stat().st_size > 10_000
     assert run(leaderboard, words) == 2 and "give --force" in capsys.readouterr().err
-
-
-# --- auto's bound ---
 
 
 def test_heads_of_auto_above_the_bound_are_counted(monkeypatch, tmp_path, table):

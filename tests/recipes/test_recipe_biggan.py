@@ -126,9 +126,6 @@ def test_costs_of_the_attention_layer(generator):
     assert linear["times_faster"] > 0 and exact["times_faster"] is None
 
 
-# --- commands ---
-
-
 def test_compare_measures_and_draws(made, tmp_path, table):
     path, more = tmp_path / "side.png", "--method kdeformer,linear --budget 8,32 --count 4 --rounds 1 --output"
     (exact, small, large, linear), out = table(biggan, "compare", made / "gan", more, path)
@@ -169,9 +166,6 @@ def test_refusals_are_one_line(made, tmp_path, words, message, capsys):
     assert status == (1 if message == "MNIST" else 2) and message in error and error.count("\n") == 1
 
 
-# --- feature network ---
-
-
 def test_features_are_the_input_of_the_last_layer(made):
     network, images = FeatureNetwork(made / "network"), torch.rand(5, 3, 16, 16) * 2 - 1
     found, probabilities = network(images)
@@ -200,9 +194,6 @@ def test_a_classifier_learns_and_is_saved(made, tmp_path, capsys):
     settings = json.loads((output / "preprocessor_config.json").read_text())
     assert settings["size"] == {"height": 32, "width": 32}
     assert FeatureNetwork(output)(torch.zeros(2, 3, 32, 32))[0].shape == (2, 128)
-
-
-# --- training ---
 
 
 def test_parts_of_the_training():
@@ -252,9 +243,6 @@ def test_training_is_saved(made, tmp_path, capsys, monkeypatch):
     assert norms and all(not module.running_vars.eq(1).all() for module in norms)
     images = next(pictures(model, Draw.of(model.config, [], 4, 0.5, 0), 4))
     assert images.shape == (4, 3, 8, 8) and images.isfinite().all()
-
-
-# --- pictures and digits ---
 
 
 def test_sheets_of_pictures():

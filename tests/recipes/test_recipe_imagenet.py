@@ -142,9 +142,6 @@ def test_splits_and_parts(tmp_path):
         refuses("empty", images.divide, splits["train"], share)
 
 
-# --- pictures ---
-
-
 def test_pictures_of_all_kinds_become_rgb():
     palette = Image.new("P", (6, 4), 1)
     palette.putpalette([0, 0, 0, 10, 20, 30])
@@ -170,9 +167,6 @@ def test_pictures_that_cannot_be_read(tmp_path):
     pictures = images.load(lay_out(tmp_path / "pictures.zip", files))[""]
     for i, reason in enumerate(("truncated", "not a picture", "not a picture of a known format")):
         refuses(f"{pictures.keys[i]} cannot be read: .*{reason}", pictures.open, i)
-
-
-# --- classes ---
 
 
 def test_classes_are_matched_by_list_name_number_or_order_or_refused():
@@ -354,9 +348,6 @@ def test_models_with_a_fixed_resolution(here):
     refuses(words, imagenet.fit_resolution, hea.convert(model, "linformer", projection_dim=8), 32)
 
 
-# --- T2T-ViT ---
-
-
 def test_t2t_vit_is_uptrained_and_evaluated_again(here, tmp_path):
     """With the paper's share of 40 steps, 16.7 %, in stages and backbone."""
     out, preset = tmp_path / "out", ("--preset", "imagenet", "--variant", "flurka_performer")
@@ -416,9 +407,6 @@ def test_classify_compares_methods_on_other_pictures(here, colors, tmp_path, tab
     for options, message in wrong.items():
         assert commands.run(tasks, *words, options) == 2
         assert message in capsys.readouterr().err
-
-
-# --- real data ---
 
 
 def test_some_real_pictures(data, tmp_path):

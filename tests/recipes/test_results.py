@@ -16,9 +16,6 @@ from tiny_recipes import refuses
 
 FIGURES = json.loads(results.FIGURES.read_text(encoding="utf-8"))
 SPECS = results.read_specs()
-MEASURED = {name: spec for name, spec in SPECS.items() if spec.commands}
-
-
 run = functools.partial(commands.run, results)
 
 

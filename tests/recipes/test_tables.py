@@ -155,9 +155,6 @@ def test_everything_that_counts_is_counted(name):
         assert found or part not in ("products", "exponentials")
 
 
-# --- the table ---
-
-
 @pytest.mark.parametrize(
     ("layer", "exact"),
     [("biggan", 8 * 4096 * 1024 * 320), ("t2t.0", 128 * 3136**2 * 128), ("t2t.1", 128 * 784**2 * 128)],
@@ -189,9 +186,6 @@ def test_table_is_printed_and_written(table):
     assert float(linear["fewer_products"]) == pytest.approx(4096 * 1024 * 320 / (64 * (256 * 1024 + 264 * 4096)))
     _, out = table(operations, "--layer t2t.1 --method linear --rounds 1")
     assert re.search(r"linear .*\d\.\dx +\|$", out, re.MULTILINE) and "10.071" in out
-
-
-# Errors in half precision.
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -19,7 +19,6 @@ from transformers import Trainer, TrainingArguments
 import hf_efficient_attn as hea
 from each import close, refuses
 from helpers import trainings
-from helpers.learned import shake
 from helpers.trainings import HEDGEHOG, PLAIN, batches, classifier, losses, samples, switches, trainer_of, values
 from hf_efficient_attn.evaluation.capture import capture_attention, forward
 from hf_efficient_attn.integration.learned import learned_of
@@ -418,6 +417,14 @@ def output_error(model, former, batch, monkeypatch) -> float:
     with capture_attention(former, visit, teacher):
         forward(former, batch)
     return sum(found) / len(found)
+
+
+@torch.no_grad()
+def shake(model):
+    """Give learned parameters values that differ from the start values of a conversion."""
+    for p in learned_parameters(model).values():
+        p.mul_(torch.rand(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(1)))
+    return model
 
 
 @pytest.mark.parametrize("start", ["sdpa", "linformer"])
