@@ -65,8 +65,7 @@ def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def tokenizer_for(family):
     tokenizer = tiny_tokenizer()
     if family == "bert":
-        special = [("[CLS]", 2), ("[SEP]", 3)]
-        frame = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=special)
+        frame = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
         tokenizer.backend_tokenizer.post_processor = frame
     return tokenizer
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_efficient_attn as hea
 from hf_efficient_attn.ops.attend import Partial, safe_row_max
@@ -55,6 +56,19 @@ def refuses(
     """Check that a call is refused with a message, or with any if it is None."""
     with pytest.raises(error, match=message):
         call(*given, **named)
+
+
+class Operators(TorchDispatchMode):
+    """Calls `see(operator, arguments, result)` after each operator."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        self.see(operator, args, result)
+        return result
 
 
 def attend_naive(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, scale: float) -> Partial:

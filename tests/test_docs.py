@@ -120,8 +120,7 @@ def test_readme_is_short():
     methods = re.findall(r"^\| `\w+` \|.*$", text, re.M)  # a row of each method
     assert len(text.splitlines()) - len(methods) <= 152
     assert len(re.findall(r"[A-Za-z][\w'-]*", text)) <= 1500
-    first_screen = text.splitlines()[:30]
-    assert any(line.startswith("| you have | use | expect |") for line in first_screen)
+    assert any(line.startswith("| you have | use | expect |") for line in text.splitlines()[:30])
 
 
 def headings(path: Path) -> set[str]:
@@ -356,8 +355,7 @@ def test_a_new_method_gets_its_page(reference, tmp_path):
 
 
 def test_the_command_reference_is_complete(reference):
-    page = reference.commands_page()
-    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", reference.commands_page(), re.M | re.S))
     listed = re.findall(r"^ {2}(\w+) {2,}", help_of_command([]), re.M)
     assert {"convert", "benchmark", "push"} <= set(sections) == set(listed)
     for name, text in sections.items():

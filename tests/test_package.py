@@ -101,8 +101,7 @@ def test_what_users_and_saved_files_depend_on_has_not_changed():
 
 
 def test_every_method_is_a_module_and_its_config_is_exported():
-    folder = Path(hea.methods.__file__).parent
-    modules = {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    modules = {path.stem for path in Path(hea.methods.__file__).parent.glob("*.py") if not path.stem.startswith("_")}
     assert modules == set(hea.available_methods())
     for name in modules:
         config_class = hea.method_info(name).config_class

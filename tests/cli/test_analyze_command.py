@@ -39,8 +39,7 @@ def test_analysis_of_every_head(made, text, capsys):
         ratio = analysis.head_to_tail(call.query, call.key, scale=call.scale)[0, :, -1]
         assert entry["head_to_tail"] == pytest.approx(ratio.tolist(), rel=1e-4)
         for label, budget in (("longformer", 8), ("nystromformer", 16)):
-            config = make_config(label).with_budget(budget)
-            expected = call.errors(config).mean(0).tolist()
+            expected = call.errors(make_config(label).with_budget(budget)).mean(0).tolist()
             assert entry["errors"][label][str(budget)] == pytest.approx(expected, rel=1e-4)
 
 
@@ -49,12 +48,10 @@ def test_several_files_and_folders(made, text, tmp_path, capsys):
     for name in ("w8", "w9"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 300)
     given = ("--data", text, "--data", tmp_path, "--length", 40, "--rows", 3, *QUICK[:4], "--max-error", "9")
-    result = run_json(capsys, "analyze", made("bert"), *given)
-    assert result["data"] == {"name": "words.txt and 1 more", "rows": 3}
+    assert run_json(capsys, "analyze", made("bert"), *given)["data"] == {"name": "words.txt and 1 more", "rows": 3}
     model = transformers.BertModel.from_pretrained(made("bert"))
     found = ModelData(model, made("bert"), [text, tmp_path], longest=40, rows=3).inputs(40, 0, 3)
-    numbers = found.values["input_ids"][:, 1:-1]
-    alike = [row.unique().tolist() for row in numbers if len(row.unique()) == 1]
+    alike = [row.unique().tolist() for row in found.values["input_ids"][:, 1:-1] if len(row.unique()) == 1]
     assert sorted(alike) == [[8], [9]]
 
 

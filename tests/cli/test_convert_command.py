@@ -110,8 +110,7 @@ def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, sour
     """A bare model whose tensors have the names of a model with a head, and the reverse."""
     state = load_file(source / "model.safetensors")
     if prefixed:
-        config = read(source) | {"architectures": ["BertModel"]}
-        (source / "config.json").write_text(json.dumps(config))
+        (source / "config.json").write_text(json.dumps(read(source) | {"architectures": ["BertModel"]}))
     else:
         state = {name.removeprefix("bert."): tensor for name, tensor in state.items()}
         save_file(state, source / "model.safetensors", metadata={"format": "pt"})
@@ -224,8 +223,7 @@ def test_extended_positions(tmp_path, capsys):
     text, out = card("source", "first", "linformer:projection_dim=8", "--max-length", 320)
     assert note.format(2.5) in out and "model_max_length 320 in place of 128" in out
     assert "the position table was extended from 128 to 320 tokens" in text
-    values = read(tmp_path / "first", "tokenizer_config.json")
-    assert values == {"model_max_length": 320, "unk_token": "[UNK]"}
+    assert read(tmp_path / "first", "tokenizer_config.json") == {"model_max_length": 320, "unk_token": "[UNK]"}
     model = transformers.RobertaForMaskedLM.from_pretrained(tmp_path / "first")
     output(model, tiny_batch("roberta", length=320))
     reference = hea.extend_positions(transformers.RobertaForMaskedLM.from_pretrained(source), 320)

@@ -54,8 +54,7 @@ def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):
     out, small = tmp_path / "out", ("--set", "num_samples=16")
     done = run_json(capsys, "convert", made("bert"), "--method", "random_keys", *small, "-o", out, *own)
     assert "import random_keys" in done["load"]
-    card = (out / "README.md").read_text()
-    assert "The file `random_keys.py` registers it" in card
+    assert "The file `random_keys.py` registers it" in (out / "README.md").read_text()
     batch = tiny_batch("bert", length=60)
     model = AutoModel.from_pretrained(out)
     assert model.config._attn_implementation == "random_keys"

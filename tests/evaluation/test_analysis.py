@@ -103,8 +103,7 @@ def test_near_field_is_what_the_method_computes_without_samples(config):
 def test_a_window_is_centered_on_its_queries_and_reaches_both_ends(method, padding):
     query, key, valid = numbers(1, 1, 33, 8), numbers(1, 1, 33, 8, seed=1), 33 - padding
     config = hea.method_info(method).config_class(block_size=8, num_samples=4, near_field="window")
-    mask = torch.arange(33)[None] < valid
-    pairs = analysis.near_field_pairs(config, query, key, attention_mask=mask)[0, 0, :valid]
+    pairs = analysis.near_field_pairs(config, query, key, attention_mask=torch.arange(33)[None] < valid)[0, 0, :valid]
     windows = [tuple(row.nonzero().flatten().tolist()) for row in pairs]
     assert all(window == tuple(range(window[0], window[0] + 8)) for window in windows)
     first, *inner, last = sorted(set(windows))

@@ -205,8 +205,7 @@ def test_sequences_without_valid_tokens_do_not_count():
     model, data = tiny_model("bert"), tiny_batch("bert", padding="right")
     data["attention_mask"][1] = 0
     candidate = calibration.Candidate(9, hea.LongformerConfig(window_size=4))
-    summary = capture.summarize_attention(model, data)
-    study = calibration.Study([candidate], summary)
+    study = calibration.Study([candidate], capture.summarize_attention(model, data))
     data["attention_mask"][0, 60:] = 0
     with capture.capture_attention(model, study.add):
         capture.forward(model, data)
@@ -372,8 +371,7 @@ MAMBA = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "state_siz
     ],
 )  # fmt: skip
 def test_refused(family, data, options, message):
-    is_mamba = family == "mamba"
-    model = transformers.MambaModel(transformers.MambaConfig(**MAMBA)) if is_mamba else tiny_model(family)
+    model = transformers.MambaModel(transformers.MambaConfig(**MAMBA)) if family == "mamba" else tiny_model(family)
     refuses(message, hea.calibrate, model, data, **{"max_error": 0.5, "budgets": [16], **options})
 
 
@@ -396,9 +394,6 @@ def test_encoder_and_decoder_have_layers_of_their_own(family, timed_by_columns):
     errors = hea.attention_error(hea.convert(model, found), data[0])
     assert [one.layer for one in errors.layers if one.method != "sdpa"] == found.named_layers()
     hea.convert(model, both)
-
-
-# Steps of a measurement within a limit of time.
 
 
 @pytest.fixture

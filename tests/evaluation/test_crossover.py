@@ -3,7 +3,6 @@
 import json
 import pathlib
 import types
-import warnings
 
 import pytest
 import torch
@@ -200,6 +199,7 @@ def _file(rows):
     ],
     ids=range(14),
 )  # fmt: skip
+@pytest.mark.filterwarnings("error")
 def test_a_damaged_file_is_named_once_and_replaced(content, cache):
     cache.parent.mkdir()
     cache.write_bytes(content)
@@ -209,9 +209,7 @@ def test_a_damaged_file_is_named_once_and_replaced(content, cache):
         look_up()
     assert len(found) == 1
     measuring.store_crossover("kdeformer", CPU, FOUND)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert look_up() == 700
+    assert look_up() == 700
 
 
 def test_a_folder_in_place_of_the_file(cache):

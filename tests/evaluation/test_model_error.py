@@ -117,8 +117,7 @@ def test_sequences_without_a_token_do_not_count():
     model = hea.convert(tiny_model("bert"), KDEFORMER)
     batch = tiny_batch("bert", batch=3, padding="right")
     batch["attention_mask"][2] = 0
-    found = hea.attention_error(model, batch)
-    assert found.layers[0].estimate.shape == (2, 2)
+    assert hea.attention_error(model, batch).layers[0].estimate.shape == (2, 2)
     batch["attention_mask"][:] = 0
     refuses("no valid token", hea.attention_error, model, batch)
 

@@ -220,8 +220,7 @@ def test_figures_and_the_order_of_the_parts(tmp_path):
     (tmp_path / "benchmark.png").write_bytes(b"\x89PNG")
     text = card_of(tmp_path, benchmark=converted.benchmark())
     assert "](benchmark.png)" in text
-    headings = re.findall(r"^## (.*)$", text, re.M)
-    assert headings == ["Measured", "Load", "Attention", "Limits", "How it was made"]
+    assert re.findall(r"^## (.*)$", text, re.M) == ["Measured", "Load", "Attention", "Limits", "How it was made"]
 
 
 def test_learned_parameters_are_those_of_the_weights(tmp_path):
@@ -422,8 +421,7 @@ def test_a_pushed_checkpoint_is_loaded_from_the_hub(online, made, tmp_path, caps
     assert len(transformers.AutoTokenizer.from_pretrained(REPOSITORY, cache_dir=tmp_path)) == 60
     assert model.config._attn_implementation == "kdeformer"
     batch = tiny_batch("bert", padding="right")
-    expected = output(transformers.BertForMaskedLM.from_pretrained(made).eval(), batch)
-    assert torch.equal(output(model, batch), expected)
+    assert torch.equal(output(model, batch), output(transformers.BertForMaskedLM.from_pretrained(made).eval(), batch))
     assert any(line.startswith(f"GET /{REPOSITORY}/resolve/") for line in online.requests)
 
 

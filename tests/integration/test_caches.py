@@ -437,8 +437,7 @@ def test_a_layer_attends_to_its_keys_and_landmarks(groups):
     far, safe = basis @ layer.coreset.weights, basis @ layer.coreset.clusters
     ratio = far[..., -1:] / safe[..., -1:]
     total = near + torch.where((ratio > 0.5) & (ratio < 2.0), far, safe)
-    expected = (total[..., :-1] / total[..., -1:]).flatten(1, 2)
-    torch.testing.assert_close(out[:, :, -1], expected, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(out[:, :, -1], (total[..., :-1] / total[..., -1:]).flatten(1, 2), atol=1e-9, rtol=1e-9)
 
 
 @each_kind
@@ -459,8 +458,7 @@ def test_extreme_inputs_give_finite_outputs(content, kind):
     out, _ = layer_outputs(query, key, value, 16, 20, mask, kind=kind)
     assert torch.isfinite(out[mask[:, None].expand(out.shape[:3])]).all()
     if content == "same":
-        mean = value.cumsum(2) / torch.arange(1, 121)[:, None]
-        torch.testing.assert_close(out, mean, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(out, value.cumsum(2) / torch.arange(1, 121)[:, None], atol=1e-4, rtol=1e-4)
     if content == "masked":
         assert (out[0] == 0).all()
 

@@ -179,8 +179,7 @@ def test_refusals_name_what_can_be_used():
 def test_cross_attention_has_no_bias_and_takes_any_method():
     model, inputs = t5(), inputs_of()
     expected = logits(model, inputs)
-    layers = [f"decoder.block.{i}.layer.1" for i in range(2)]
-    hea.convert(model, "linear", layers=layers)
+    hea.convert(model, "linear", layers=[f"decoder.block.{i}.layer.1" for i in range(2)])
     assert not torch.allclose(logits(model, inputs), expected, atol=1e-3)
 
 
@@ -206,8 +205,7 @@ def test_t5_and_its_relatives(kind, padding):
         hea.convert(model, "longformer", layers=layers, window_size=150)
         found = logits(model, inputs)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        assert torch.equal(logits(copied, inputs), found)
+        assert torch.equal(logits(pickle.loads(pickle.dumps(copy.deepcopy(model))), inputs), found)
         hea.convert(model, "longformer", layers=layers, window_size=8)
         assert not torch.allclose(logits(model, inputs), expected, atol=1e-2)
     hea.convert(model, "nearfar", layers=["encoder"], block_size=16, num_samples=12)

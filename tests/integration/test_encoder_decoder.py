@@ -2,7 +2,6 @@
 
 import copy
 import json
-import warnings
 
 import pytest
 import torch
@@ -73,11 +72,10 @@ def test_encoder_alone_is_switched_and_comes_back_from_disk(family, method, tmp_
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore")
 def test_generation_with_the_cache_equals_that_without(family, layers):
     model, inputs = tiny(family), inputs_of(family)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        hea.convert(model, "linear", layers=layers)
+    hea.convert(model, "linear", layers=layers)
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
     for beams in (1, 3):
         found = [model.generate(**inputs, **options, num_beams=beams, use_cache=cached) for cached in (True, False)]
@@ -118,8 +116,7 @@ def test_names_work_in_models_of_one_stack_and_of_two_towers():
 def test_an_unknown_name_is_refused_with_the_known_ones(layers, tmp_path):
     model, choice = tiny("bart"), {"efficient_attention": {"method": "linear", "layers": layers}}
     model.save_pretrained(tmp_path)
-    values = {**read(tmp_path), "attn_implementation": "linear", **choice}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps({**read(tmp_path), "attn_implementation": "linear", **choice}))
     for call in (
         lambda: hea.convert(model, "linear", layers=layers),
         lambda: type(model).from_pretrained(tmp_path),
@@ -242,8 +239,7 @@ def chosen(model):
 
 def methods_called(model, calls):
     calls.clear()
-    out = output(model, inputs_for(model))
-    return out, {call["config"] for call in calls}
+    return output(model, inputs_for(model)), {call["config"] for call in calls}
 
 
 @pytest.mark.parametrize(("vision", "text"), [("nearfar", "sdpa"), ("sdpa", "linear"), ("nearfar", "longformer")])

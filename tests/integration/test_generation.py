@@ -54,8 +54,7 @@ def test_decoding_steps_with_the_cache(family, method):
     with torch.no_grad():
         whole = (model if method in SAME_BY_STEP else exact)(ids, use_cache=False).logits
     for step in (1, 40):
-        last = decode(model, ids, [70 - step])[:, -step:]
-        torch.testing.assert_close(last, whole[:, -step:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(decode(model, ids, [70 - step])[:, -step:], whole[:, -step:], atol=1e-4, rtol=1e-4)
 
 
 @few_methods
@@ -228,8 +227,7 @@ class Lossless(QuantizedLayer):
 
 def another_cache(model, kind, cache=None):
     inputs, cache = tiny_batch("gpt2", padding="left"), DynamicCache() if cache is None else cache
-    given = {cache_argument(): cache}
-    assert torch.equal(tokens_of(model, inputs, kind, **given), tokens_of(model, inputs, kind))
+    assert torch.equal(tokens_of(model, inputs, kind, **{cache_argument(): cache}), tokens_of(model, inputs, kind))
     assert cache.get_seq_length() == 70 + NEW - 1 and cache.layers[0].keys is not None
 
 

@@ -90,8 +90,7 @@ def test_the_length_of_tables():
     convert(model, "linformer")
     refuses("convert it to 'sdpa'", hea.extend_positions, model, 300)
     hea.extend_positions(hea.convert(model, "sdpa"), 300)
-    tables = learned_in(convert(model, "linformer"))
-    assert all(m.key_projection.shape[1] == 300 for m in tables.values())
+    assert all(m.key_projection.shape[1] == 300 for m in learned_in(convert(model, "linformer")).values())
     hea.extend_positions(convert(model, "nystromformer"), 310)
     model, batch = _spectrogram()
     refuses("give max_length=N", hea.convert, model, "linformer", projection_dim=4)
@@ -218,8 +217,7 @@ def test_start(feature_map):
     torch.testing.assert_close(columns.T @ columns, torch.eye(8), rtol=1e-5, atol=1e-5)
     assert not torch.equal(start, start_map(feature_map, 3, 8, 20, seed=1, is_query=False))
     assert count_features(feature_map, 20) == (20 if feature_map == "t2r" else 40)
-    budget = hea.LinearConfig(feature_map=feature_map).with_budget(64)
-    assert count_features(feature_map, budget.num_features) == 64
+    assert count_features(feature_map, hea.LinearConfig(feature_map=feature_map).with_budget(64).num_features) == 64
     narrow = start_map(feature_map, 1, 8, 4, seed=0, is_query=False)[0, :8] / factors[1]
     torch.testing.assert_close(narrow.T @ narrow, 2 * torch.eye(4), rtol=1e-5, atol=1e-5)
     with torch.device("meta"):
@@ -322,8 +320,7 @@ def test_a_saved_model_gives_the_far_part_alone(tmp_path):
     """Loaded without a window it has the same maps. Conversion to it would start with new ones."""
     model, inputs = shake(hea.convert(tiny_model("gpt2", head=True), config())), tiny_batch("gpt2", padding="left")
     assert torch.equal(output(reloaded(model, tmp_path), inputs), output(model, inputs))
-    choice = config(window_size=0).to_dict()
-    alone = type(model).from_pretrained(tmp_path, efficient_attention=choice)
+    alone = type(model).from_pretrained(tmp_path, efficient_attention=config(window_size=0).to_dict())
     for own, other in zip(*(learned_in(x).values() for x in (alone, model)), strict=True):
         assert set(own.tensors()) == {"query_map", "key_map"}
         assert all(torch.equal(x, other.tensors()[name]) for name, x in own.tensors().items())

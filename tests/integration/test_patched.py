@@ -79,8 +79,7 @@ def test_a_small_window_equals_a_mask(name):
     expected = outputs(model, inputs)
     for hook in hooks:
         hook.remove()
-    found = outputs(hea.convert(model, SMALL), inputs)
-    assert difference(found, expected, inputs["attention_mask"]) < 1e-4
+    assert difference(outputs(hea.convert(model, SMALL), inputs), expected, inputs["attention_mask"]) < 1e-4
 
 
 def _with_mask(module: nn.Module, mask: torch.Tensor):

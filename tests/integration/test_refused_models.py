@@ -178,8 +178,7 @@ def test_a_part_without_attention(tmp_path):
     """A backbone of convolutions gets the method's name with the rest of its model, and is no reason to refuse it."""
     backbone = transformers.ResNetConfig(**RESNET, out_features=["stage1", "stage2"])
     own = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "num_queries": 4}
-    model = transformers.DetrForObjectDetection(config_of("detr", **own, backbone_config=backbone))
-    model.save_pretrained(tmp_path)
+    transformers.DetrForObjectDetection(config_of("detr", **own, backbone_config=backbone)).save_pretrained(tmp_path)
     load = transformers.DetrForObjectDetection.from_pretrained
     loaded = load(tmp_path, attn_implementation="nearfar")
     assert loaded.config._attn_implementation == "nearfar"

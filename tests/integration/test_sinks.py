@@ -67,8 +67,7 @@ def test_a_sink_scales_the_output_by_the_sigmoid_of_the_lse_minus_the_sink(insta
 @each_form
 def test_gradients_of_sinks_agree_with_finite_differences(instance, is_causal):
     tensors, mask = inputs(2, 2, 60, dtype=torch.float64), padding_mask("left", 2, 60)
-    config = instance.config()
-    call = functools.partial(hea.attention, config, *tensors, attention_mask=mask, is_causal=is_causal)
+    call = functools.partial(hea.attention, instance.config(), *tensors, attention_mask=mask, is_causal=is_causal)
     assert torch.autograd.gradcheck(lambda sinks: call(sinks=sinks), (numbers(2).requires_grad_(),), fast_mode=True)
 
 
@@ -95,8 +94,7 @@ def test_models_within_the_budget_equal_their_own_attention(name, method):
             inputs = tiny_batch("llama", padding=padding)
             keep = inputs.get("attention_mask", torch.ones(2, 70)).bool()
             out = model(**inputs).logits[keep]
-            gradients = torch.autograd.grad(out.logsumexp(-1).sum(), sinks_of(model))
-            found.append((out.detach(), *gradients))
+            found.append((out.detach(), *torch.autograd.grad(out.logsumexp(-1).sum(), sinks_of(model))))
     assert len(found[0]) == 3 - (name == "MiMoV2Flash")  # whose other layers have no sinks
     for exact, ours in zip(found[:2], found[2:], strict=True):
         assert min(x.abs().max() for x in exact) > 1e-3

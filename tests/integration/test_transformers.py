@@ -253,8 +253,7 @@ def test_keys_of_another_length_stay_exact_too():
     query, key = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 50, 16)
     with pytest.warns(UserWarning, match=r"stays exact in encoder\.layer\.1\.attention\.self"):
         out, _ = forward(model.encoder.layer[1].attention.self, query, key, key, None)
-    exact = torch.nn.functional.scaled_dot_product_attention(query, key, key)
-    torch.testing.assert_close(out.transpose(1, 2), exact)
+    torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(query, key, key))
 
 
 # What is refused
@@ -444,14 +443,13 @@ def test_a_choice_without_effect_is_logged(caplog, monkeypatch):
     assert "(of 'performer') has no effect while attn_implementation is 'longformer'" in lines[1]
 
 
+@pytest.mark.filterwarnings("error")
 def test_every_method_is_registered_once_and_other_models_pass_unchanged():
     for name in METHODS:
         assert name in ALL_ATTENTION_FUNCTIONS.valid_keys() and name in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
     post_init = transformers.PreTrainedModel.post_init
     register()
     assert transformers.PreTrainedModel.post_init is post_init
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = tiny_model("bert")
+    model = tiny_model("bert")
     assert not any(name.startswith("_efficient_attention") for module in model.modules() for name in vars(module))
     assert not {"efficient_attention", "attn_implementation"} & set(model.config.to_dict())

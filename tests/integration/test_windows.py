@@ -100,8 +100,7 @@ def test_errors_calibration_and_a_converted_checkpoint(name, tmp_path):
     model, inputs = exact_model(name), batch(300, "right")
     error = hea.attention_error(converted(model, "nearfar", **SMALL["nearfar"]), inputs)
     assert [layer.method for layer in error.layers] == ["sdpa", "nearfar", "sdpa"]
-    settings = hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"])
-    assert settings.for_layer(0) is None
+    assert hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"]).for_layer(0) is None
     model.save_pretrained(tmp_path / "exact")
     assert convert_saved_model(tmp_path / "exact", tmp_path / "converted", "nearfar")["layers"] == [1]
     card = (tmp_path / "converted" / "README.md").read_text()

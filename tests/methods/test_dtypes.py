@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import hf_efficient_attn as hea
 from attack_cases import PROMISES, attack
-from each import FORMS, each_form
-from helpers.operators import Operators
+from each import FORMS, Operators, each_form
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.methods._shared import registry
 from hf_efficient_attn.ops import index

@@ -9,8 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from each import close, differs, refuses
-from helpers.operators import Operators
+from each import Operators, close, differs, refuses
 from hf_efficient_attn.methods import AttentionOptions, get_method
 from hf_efficient_attn.methods.eva import naive
 from instances import inputs, numbers, padding_mask
@@ -52,8 +51,7 @@ def test_formula_of_the_paper(method, share):
     first, second = 0.3 * numbers(9, 70, seed=1), 0.3 * numbers(9, 70, seed=2)
     learned = {"key_projection": first} | ({} if share == "kv" else {"value_projection": second})
     ours = hea.attention(method, query, key, value, seed=4, **options(method, projection_dim=9, share=share), **learned)
-    expected = formula(method, query, first @ key, (first if share == "kv" else second) @ value, seed=4)
-    close(ours, expected)
+    close(ours, formula(method, query, first @ key, (first if share == "kv" else second) @ value, seed=4))
     assert differs(ours.mean(2, keepdim=True).expand_as(ours), ours)
 
 

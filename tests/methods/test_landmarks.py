@@ -59,8 +59,7 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     basis = (beta * q @ coreset.mT).exp()
     expected = (basis @ weights @ v) / (basis @ weights.sum(2, keepdim=True))
     expected = torch.maximum(torch.minimum(expected, v.amax(1, keepdim=True)), v.amin(1, keepdim=True))
-    ours = wildcat(query, key, value, num_samples=9, seed=5)[0]
-    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(wildcat(query, key, value, num_samples=9, seed=5)[0], expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e30])
@@ -175,8 +174,7 @@ def test_each_query_is_in_a_group_of_like_ones(length, num_groups):
     groups = group_queries(query @ directions(key), num_groups)
     count = 1 << num_groups.bit_length() - 1
     assert groups.query.shape == (3, count, -(-length // count))
-    members = groups.query.flatten(1).gather(1, groups.slot)
-    assert torch.equal(members, torch.arange(length).expand(3, -1))
+    assert torch.equal(groups.query.flatten(1).gather(1, groups.slot), torch.arange(length).expand(3, -1))
     # Of the variance of the scores, less is within groups than within the same number of consecutive queries.
     scores = query @ key.mT
     grouped = scores.gather(1, groups.query.flatten(1).unsqueeze(2).expand(-1, -1, 40)).unflatten(1, (count, -1))
@@ -360,5 +358,4 @@ def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_nearfar_is_finite_where_near_keys_are_all_of_a_landmark(dtype):
     query, key, value = (torch.randn(1, 4, 700, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    out = hea.attention("nearfar", (30 * query).to(dtype), (30 * key).to(dtype), value.to(dtype))
-    assert out.isfinite().all()
+    assert hea.attention("nearfar", (30 * query).to(dtype), (30 * key).to(dtype), value.to(dtype)).isfinite().all()

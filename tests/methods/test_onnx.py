@@ -83,9 +83,3 @@ def test_what_onnx_cannot_express_and_the_older_exporter_are_refused(method, val
     # PyTorch's new exporter turns the refusal into an error of its own.
     error = Exception if dynamo else hea.UnsupportedAttentionError
     refuses(message, torch.onnx.export, *given, dynamo=dynamo, verbose=False, error=error)
-
-
-def test_torch_export_is_not_refused():
-    module, tensors = Attention(FIRST["kdeformer"]), example(1, 70)
-    program = torch.export.export(module, tensors)
-    torch.testing.assert_close(program.module()(*tensors), module(*tensors))

@@ -62,8 +62,7 @@ def test_solve_damps_small_singular_values(rank):
     expected = v.mT @ ((s / (s**2 + damping[:, None]))[:, :, None] * (u.mT @ right))
     close(damped_solve(matrix, right), expected)
     torch.testing.assert_close(damped_solve(matrix.float(), right.float()), expected.float(), rtol=1e-3, atol=1e-3)
-    leaves = [matrix.requires_grad_(), right.requires_grad_()]
-    assert torch.autograd.gradcheck(damped_solve, leaves)
+    assert torch.autograd.gradcheck(damped_solve, [matrix.requires_grad_(), right.requires_grad_()])
 
 
 def test_few_queries_are_exact():
@@ -335,8 +334,7 @@ def test_shared_queries_ignore_the_given_keys_and_their_own_token():
         grad = torch.autograd.grad(out[:, :, i].sum(), value, retain_graph=True)[0]
         assert not grad[:, :, i].any() and grad.any()
     # except if there is no other token.
-    alone = reformer(query[:, :, :1], key[:, :, :1], value[:, :, :1], **options)
-    assert torch.equal(alone, value[:, :, :1])
+    assert torch.equal(reformer(query[:, :, :1], key[:, :, :1], value[:, :, :1], **options), value[:, :, :1])
     refuses(r"as many queries as values; got 50 and 100", reformer, query[:, :, :50], key, value, shared_query_key=True)
 
 

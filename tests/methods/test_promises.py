@@ -17,8 +17,7 @@ import broken_methods as bad
 import hf_efficient_attn as hea
 import promises
 from attack_cases import PROMISES, attack
-from each import DEFAULT_FORMS, EVERY, each_first_form, each_form
-from helpers.operators import Operators
+from each import DEFAULT_FORMS, EVERY, Operators, each_first_form, each_form
 from hf_efficient_attn.methods import learns
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.backends import devices

@@ -480,8 +480,7 @@ def test_converted_model_computes_the_formulas(performer, implementation, width)
     if performer:
         name = "tokens_to_token.attention1.kqv.weight"
         k, q, v = state[name].chunk(3)
-        other = reference({**state, name: torch.cat((q, k, v))}, pixels, 2, performer)
-        assert (other - expected).abs().max() > 1e-3
+        assert (reference({**state, name: torch.cat((q, k, v))}, pixels, 2, performer) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 3.0, 10.0])
@@ -535,8 +534,7 @@ def test_files_of_the_authors(performer, tmp_path):
 
 
 def test_a_thousand_classes_get_the_names_of_imagenet(tmp_path):
-    state = official(labels=1000)
-    torch.save(state, tmp_path / "thousand.pth")
+    torch.save(official(labels=1000), tmp_path / "thousand.pth")
     config = convert_checkpoint(tmp_path / "thousand.pth", tmp_path / "out")
     assert (config.id2label[0], config.id2label[985]) == ("tench, Tinca tinca", "daisy")
     assert config.label2id["daisy"] == 985

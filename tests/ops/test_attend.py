@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from each import attend_naive, close
-from helpers.operators import Operators
+from each import Operators, attend_naive, close
 from hf_efficient_attn.ops import attend as attend_module
 from hf_efficient_attn.ops import slices
 from hf_efficient_attn.ops.attend import Partial, attend

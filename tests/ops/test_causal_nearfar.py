@@ -76,8 +76,7 @@ def test_later_tokens_of_any_size_change_nothing():
 def test_the_last_queries_alone(first):
     """As in a prompt that is computed in chunks."""
     given = tensors(200)
-    options = split_columns(16, 8**-0.5)
-    out = causal_nearfar_attention(*given, options._replace(first_query=first))
+    out = causal_nearfar_attention(*given, split_columns(16, 8**-0.5)._replace(first_query=first))
     close(out[:, first:], causal(*given, 16)[:, first:], 1e-9)
 
 

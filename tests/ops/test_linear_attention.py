@@ -63,8 +63,7 @@ def directions_naive(call):
 def results(call, attend=attend):
     """Out, lse and the gradients, and which queries have no keys."""
     outs = attend(call)
-    grads = [numbers(*x.shape, seed=7).to(x) for x in outs]
-    found = torch.autograd.grad(outs, call[:3], grads)
+    found = torch.autograd.grad(outs, call[:3], [numbers(*x.shape, seed=7).to(x) for x in outs])
     return *(x.masked_fill(x == -torch.inf, 0.0) for x in outs), *found, outs[-1] == -torch.inf
 
 
@@ -182,9 +181,6 @@ def test_the_check_on_first_use(kernels, form):
     linear_attention.check_attend(make(9, 9, 16, 16, **form), backend.BACKEND.attend, with_backward=True)
 
 
-# Random features alone.
-
-
 def test_directions_are_not_rounded(kernels):
     """Rounded once, the directions would change the output by more than the products do."""
     features = maps.favor(128, 0.125, 64, Draws(3, torch.device(DEVICE))).fused
@@ -193,8 +189,7 @@ def test_directions_are_not_rounded(kernels):
     (expected,) = directions_naive(call)
     errors = []
     for directions in (features.directions, features.directions.half().double()):
-        changed = call._replace(features=features._replace(directions=directions))
-        out = random_features.BACKEND.attend(changed).out
+        out = random_features.BACKEND.attend(call._replace(features=features._replace(directions=directions))).out
         errors.append(((out - expected).norm() / expected.norm()).item())
     assert errors[0] < 4e-4 < errors[1]
 

@@ -27,9 +27,6 @@ from instances import FIRST, numbers
 CPU = torch.device("cpu")
 
 
-# Near and far field.
-
-
 def sampling(**changes) -> SamplingOptions:
     default = SamplingOptions("lsh", 16, 4, None, 20, "probe", 8, False, 0.5, draws=Draws(0, CPU), batch=2, groups=3)
     return default._replace(**changes)
@@ -65,11 +62,10 @@ def test_padding_changes_no_sample(near_field, length):
     tensors = [numbers(1, 2, length + 90, 8, seed=i).float() for i in range(3)]
     mask = torch.arange(length + 90)[None] < length
     config = hea.KDEformerConfig(near_field=near_field, block_size=128, num_samples=128)
-    alone = hea.attention(config, *(x[:, :, :length] for x in tensors))
+    short = [x[:, :, :length] for x in tensors]
+    alone = hea.attention(config, *short)
     assert torch.equal(hea.attention(config, *tensors, attention_mask=mask)[:, :, :length], alone)
-    assert torch.equal(
-        hea.attention(config, *(x[:, :, :length] for x in tensors), attention_mask=mask[:, :length]), alone
-    )
+    assert torch.equal(hea.attention(config, *short, attention_mask=mask[:, :length]), alone)
 
 
 @pytest.mark.parametrize("independent", [False, True])

@@ -83,8 +83,7 @@ def test_hash_keys_are_in_the_order_of_the_lemma(r):
     assert keys.floor().flatten().tolist() == ranks
     assert (keys[:, 7] < keys[:, 100]).all() and keys[0].unique().numel() == 300
     assert torch.equal(hash_keys(7.0 * x, r, Draws(0, CPU)), keys)
-    mask = torch.arange(300).expand(2, -1) < torch.tensor([[300], [40]])
-    masked = hash_keys(x, r, Draws(0, CPU), mask)
+    masked = hash_keys(x, r, Draws(0, CPU), torch.arange(300).expand(2, -1) < torch.tensor([[300], [40]]))
     assert torch.equal(masked[0], keys[0]) and (masked[1, 40:] == torch.inf).all()
     assert torch.equal(masked[1, :40].floor(), keys[1, :40].floor())
     longest = hash_keys(numbers(1, 50, 5), 62, Draws(0, CPU))
@@ -204,8 +203,7 @@ def test_random_numbers_depend_on_the_seed_only(default):
             assert torch.equal(function(draws, (3, 50), 2), values)
             assert torch.equal(function(drawn, (3, 50), 2), values)
             assert torch.equal(function(draws, (150,), 2).view(3, 50), values)
-            compiled = torch.compile(function, fullgraph=True, backend="eager")
-            close(compiled(drawn, (3, 50), 2), values, 1e-12)
+            close(torch.compile(function, fullgraph=True, backend="eager")(drawn, (3, 50), 2), values, 1e-12)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.random.get_rng_state(), state)

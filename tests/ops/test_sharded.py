@@ -121,5 +121,4 @@ def test_two_processes_compute_what_one_does(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_rows_and_masks(tmp_path, size):
-    every = cases(list(range(len(INSTANCES))), ("none", "right", "left", "few")) + SUMMARIZED
-    check(size, tmp_path, every)
+    check(size, tmp_path, cases(list(range(len(INSTANCES))), ("none", "right", "left", "few")) + SUMMARIZED)

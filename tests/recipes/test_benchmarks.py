@@ -416,8 +416,7 @@ def test_the_time_is_that_of_two_clocks():
 
 def test_the_command_writes_what_it_predicts(tmp_path, capsys):
     file = tmp_path / "gpu.json"
-    words = "--methods linear,linformer --lengths 512,4096 --host fast --top 2 --json"
-    assert run(roofline, words, file) == 0
+    assert run(roofline, "--methods linear,linformer --lengths 512,4096 --host fast --top 2 --json", file) == 0
     rows = json.loads(file.read_text())
     found = [(row["method"], row["causal"], row["tokens"]) for row in rows]
     forms = [("linear", False), ("linear", True), ("linformer", False)]

@@ -21,8 +21,6 @@ from recipes.common import inputs as real_inputs
 from recipes.common.data.text import text_files
 from tiny_recipes import prose, train, write
 
-# --- errors ---
-
 
 @pytest.fixture
 def activations(monkeypatch):
@@ -83,8 +81,7 @@ def test_errors_of_default_hyperparameters(activations, table):
 
 
 def test_causal_errors_omit_methods_without_causal_form(activations, monkeypatch, capsys):
-    methods = ("linear", "kdeformer", "kdeformer:near_field=window", "nystromformer")
-    monkeypatch.setattr(error, "METHODS", methods)
+    monkeypatch.setattr(error, "METHODS", ("linear", "kdeformer", "kdeformer:near_field=window", "nystromformer"))
     # The causal form has a single near field.
     for causal, counts in (("", [1, 2, 1]), ("--causal", [1, 1, 0])):
         assert run(error, "--budget 8 --seeds 1", causal) == 0
@@ -96,8 +93,7 @@ def test_causal_errors_omit_methods_without_causal_form(activations, monkeypatch
 @pytest.mark.parametrize("causal", [False, True])
 def test_errors_with_the_bias_of_alibi(causal, activations, table):
     """`linear` cannot add it and is left out. A window over all 48 tokens is exact."""
-    words = "--alibi --method longformer,linear --seeds 1 --budget 8,200"
-    rows, out = table(error, words, "--causal" * causal)
+    rows, out = table(error, "--alibi --method longformer,linear --seeds 1 --budget 8,200", "--causal" * causal)
     assert [row["method"] for row in rows] == ["longformer"] * 2
     assert all((float(row["error"]) > 0.01) == (row["budget"] == "8") for row in rows) and "minilm with ALiBi" in out
     slopes = real_inputs.alibi(4, 2)
@@ -250,8 +246,7 @@ def test_search_in_articles(tmp_path, table):
         ]}
         for own, other in (("volcano", "violin"), ("violin", "volcano"))
     ]  # fmt: skip
-    corpus = gzip.compress(json.dumps({"data": articles}).encode())
-    write(tmp_path / "squad" / "xquad.en.json.gz", corpus)
+    write(tmp_path / "squad" / "xquad.en.json.gz", gzip.compress(json.dumps({"data": articles}).encode()))
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_folder())
     texts, questions, own = real_inputs.xquad(tmp_path, tokenizer, "article")
     assert len(texts) == len(questions) == 2 and own.tolist() == [0, 1]

@@ -74,9 +74,6 @@ def generator(made):
     return gan.load_generator(str(made / "gan"))
 
 
-# --- sampling ---
-
-
 def test_draws_depend_on_the_seed_and_use_the_classes_in_turn(generator):
     first, again, other = (Draw.of(generator.config, [2, 0], 5, 0.5, seed) for seed in (0, 0, 1))
     assert first.labels.tolist() == [2, 0, 2, 0, 2] and first.noise.abs().max() <= 1
@@ -191,8 +188,7 @@ def test_a_classifier_learns_and_is_saved(made, tmp_path, capsys):
     output = tmp_path / "features"
     assert run(biggan_train, "features --steps 2 --data", made, "--output", output) == 0
     assert "2 steps, accuracy" in capsys.readouterr().out
-    settings = json.loads((output / "preprocessor_config.json").read_text())
-    assert settings["size"] == {"height": 32, "width": 32}
+    assert json.loads((output / "preprocessor_config.json").read_text())["size"] == {"height": 32, "width": 32}
     assert FeatureNetwork(output)(torch.zeros(2, 3, 32, 32))[0].shape == (2, 128)
 
 
@@ -281,9 +277,6 @@ def test_digits_are_centred_on_black():
     assert found.shape == (2, 3, 32, 32)
     assert found[:, :, 2:30, 2:30].eq(1).all() and found.sum() == 2 * 3 * (28**2 - (32**2 - 28**2))
     refuses("do not fit", gan.as_input, digits, 16)
-
-
-# --- scores ---
 
 
 def test_frechet_distance():

@@ -163,8 +163,7 @@ def test_only_missing_packages_lose_their_traceback(monkeypatch):
     by_transformers = ModuleNotFoundError("Could not import module 'x'")
     by_transformers.__cause__ = theirs
     for raised in (theirs, by_transformers):
-        with pytest.raises(SystemExit, match="2"):
-            recipes.name_the_extra(type(raised), raised, None)
+        refuses("2", recipes.name_the_extra, type(raised), raised, None, error=SystemExit)
     ours = ModuleNotFoundError("x", name="recipes.typing_mistake")
     others = [ours, ImportError("x", name="PIL"), ValueError("x")]
     for raised in others:
@@ -219,8 +218,7 @@ def test_the_learning_rate_rises_again_after_a_switch(tmp_path):
     class Switch(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 3:
-                entry = {"step": 3, "uptraining_from": "linear", "uptraining_stage": "performer"}
-                state.log_history.append(entry)
+                state.log_history.append({"step": 3, "uptraining_from": "linear", "uptraining_stage": "performer"})
 
         def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
             rates.append(optimizer.param_groups[0]["lr"])
@@ -302,8 +300,7 @@ TRAINED, MEASURED = (
 @pytest.mark.parametrize(("name", "more", "message"), TRAINED)
 def test_before_the_first_step(name, more, message, here, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda *given, **named: pytest.fail("a step was made"))
-    words = shlex.split(more.replace("HERE", str(here)))
-    refuses(message, train, name, here, tmp_path / "out", *words)
+    refuses(message, train, name, here, tmp_path / "out", *shlex.split(more.replace("HERE", str(here))))
     assert not (tmp_path / "out" / "metrics.json").exists()
 
 

@@ -74,8 +74,7 @@ def test_bad_rows_are_counted_and_reported(tmp_path, capsys):
         glue.load("qqp", str(tmp_path))
     assert message in str(refused.value) and "Known labels: '0', '1'" in str(refused.value)
     assert "--skip_bad_rows" in str(refused.value)
-    rows = glue.load("qqp", str(tmp_path), skip_bad_rows=True)
-    assert rows.num_rows == {"train": 4, "validation": 8}
+    assert glue.load("qqp", str(tmp_path), skip_bad_rows=True).num_rows == {"train": 4, "validation": 8}
     assert message in capsys.readouterr().err
 
 
@@ -216,5 +215,4 @@ def test_minilm_learns_mrpc(data, minilm, tmp_path):
     """As in the recipe's docstring: better than always answering "equivalent", which has an accuracy of .684."""
     words = f"ONLY --task mrpc --data {data / 'glue'} --model {minilm} --attention sdpa --num_train_epochs 1"
     words += " --learning_rate 2e-4 --save_strategy no"
-    report = train("glue", tmp_path, tmp_path / "out", *words.split())
-    assert report["metrics"]["eval_accuracy"] > 0.71
+    assert train("glue", tmp_path, tmp_path / "out", *words.split())["metrics"]["eval_accuracy"] > 0.71

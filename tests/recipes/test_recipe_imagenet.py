@@ -34,8 +34,6 @@ def dots(target, names: str) -> str:
     return lay_out(target, dict.fromkeys(names.split(), DOT))
 
 
-# --- sources ---
-
 NUMBERED = {"": "n01440764 n02012849"}
 LAYOUTS = {
     "classes": ("cat/a.jpg dog/b.png dog/c.JPEG", {"": "cat dog dog"}),
@@ -72,8 +70,7 @@ UNKNOWN += ["train/cat/images/a.jpg train/dog/images/a.jpg", "train/cat/a.jpg do
 def test_layouts_without_classes_are_refused(files, tmp_path):
     named = {"read.txt": "holds no picture", "cat/a.jpg dog/old/b.jpg": "is unknown.*cat/a.jpg, dog/old/b.jpg"}
     for target in ("folder", "pictures.zip"):
-        message = named.get(files, "the class of a picture is unknown")
-        refuses(message, images.load, dots(tmp_path / target, files))
+        refuses(named.get(files, "the class of a picture is unknown"), images.load, dots(tmp_path / target, files))
 
 
 def test_every_process_opens_the_zip_file_itself(colors, monkeypatch):

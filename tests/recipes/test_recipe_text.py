@@ -27,8 +27,7 @@ def tokenizer_of(masked: bool):
 
 
 def test_documents_of_all_file_types(tmp_path, here):
-    found = text.text_files([str(here / "corpus")])
-    documents = [one for path in found for one in text.documents_of(path)]
+    documents = [one for path in text.text_files([str(here / "corpus")]) for one in text.documents_of(path)]
     assert documents == [prose(100, 1), prose(50, 2), prose(5, 3)]
     notes = str(here / "corpus" / "notes.md")
     assert [path.name for path in text.text_files([notes, notes])] == ["notes.md"]

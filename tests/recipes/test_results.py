@@ -181,8 +181,7 @@ def test_commands_run_with_the_places_of_the_data(tmp_path, monkeypatch):
     data = tmp_path / "with space"
     monkeypatch.setattr(results, "minilm_folder", lambda: tmp_path / "minilm")
     results.run("hf-efficient-attn benchmark MINILM --data DATA/a.txt", data, tmp_path)
-    minilm = str(tmp_path / "minilm")
-    words = ["-m", "hf_efficient_attn", "benchmark", minilm, "--data", f"{data}/a.txt"]
+    words = ["-m", "hf_efficient_attn", "benchmark", str(tmp_path / "minilm"), "--data", f"{data}/a.txt"]
     assert calls == [(words, tmp_path, str(data), str(results.ROOT))]
     with pytest.raises(OSError, match=r"^python -m recipes.imagenet --model recipes/configs/t2t: status 1"):
         results.run("python -m recipes.imagenet --model recipes/configs/t2t", data, tmp_path, "--csv", "x")

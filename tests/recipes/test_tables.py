@@ -167,8 +167,7 @@ def test_exact_attention_is_the_paper_s(layer, exact):
 
 
 def test_kdeformer_at_the_authors_settings_costs_what_they_say_or_less():
-    configs = {"kdeformer": hea.KDEformerConfig()}
-    rows = operations.measure(operations.LAYERS["biggan"], configs, [128], rounds=1)
+    rows = operations.measure(operations.LAYERS["biggan"], {"kdeformer": hea.KDEformerConfig()}, [128], rounds=1)
     _, own, theirs = rows
     assert (own["setting"], theirs["setting"]) == ("budget 128", "authors'")
     # 2.596 in Table 1, which does not count sorts and gathers. They are not part of the products here either. Theirs
@@ -215,8 +214,6 @@ def test_the_command_of_errors(table):
     assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs; budget 16" in out
 
 
-# What processes send.
-
 HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
 
 
@@ -236,8 +233,7 @@ def test_summaries_do_not_grow_with_the_length(length):
 
 @pytest.mark.parametrize("kv_heads", [16, 8, 4, 1])
 def test_tokens_for_heads(kv_heads):
-    how = HOW._replace(shape=(1, 16, kv_heads, 64))
-    found = sequence_parallel.traffic(None, 65_536, how)
+    found = sequence_parallel.traffic(None, 65_536, HOW._replace(shape=(1, 16, kv_heads, 64)))
     # Fewer key heads than processes are sent in copies, one for each process.
     assert found.forward.total() == found.backward.total() == 65_536 // 8 * (2 * 16 + 2 * max(8, kv_heads)) * 64 * 2
     assert found.calls == 2

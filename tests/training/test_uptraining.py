@@ -340,8 +340,6 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
     assert (tmp_path / "incomplete-checkpoint-2-1").is_dir()
 
 
-# Stages that are distilled first.
-
 DISTILLED = [("linformer", 3, LINFORMER), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
 
 
@@ -436,8 +434,7 @@ def test_the_error_to_the_former_attention_falls(start, monkeypatch):
         if start == "linformer":
             shake(hea.convert(model, "linformer", **LINFORMER))
         former, before, kept = copy.deepcopy(model), values(model, False), dict(model.named_parameters())
-        target = stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill})
-        record = switched(model, target, 5)
+        record = switched(model, stage("flurka_linear", **{**HEDGEHOG, "projection_dim": 8, "distill": distill}), 5)
         errors.append(output_error(model, former, tiny_batch("bert", seed=9), monkeypatch))
         close(values(model, False), before, 0)
         assert len(record["carried"]) == (4 if start == "linformer" else 0)
@@ -565,8 +562,7 @@ def test_the_callback_distills(own, tmp_path):
                 seen.append((kwargs["input_ids"].tolist(), torch.get_rng_state().tolist()))
 
         model.register_forward_pre_hook(note, with_kwargs=True)
-        callback = hea.UptrainingCallback(stages, **given)
-        trainer = trainer_of(folder, None, model, steps=5, callbacks=[callback])
+        trainer = trainer_of(folder, None, model, steps=5, callbacks=[hea.UptrainingCallback(stages, **given)])
         trainer.train()
         return trainer, seen
 
