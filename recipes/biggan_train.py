@@ -256,9 +256,7 @@ def train_classifier(
             shift = torch.randint(-2, 3, (2,), generator=generator).tolist()
             inputs = gan.as_input(data[0][chosen]).roll(shift[::-1], (2, 3))
             loss = nn.functional.cross_entropy(model(pixel_values=inputs).logits, data[1][chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            _update(optimizer, loss)
             done += 1
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)

@@ -34,6 +34,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -298,13 +299,10 @@ def machines_text(figures: Mapping[str, Any], folder: pathlib.Path, homes: Mappi
 
 def wrapped(command: str, width: int = 118) -> str:
     """A command on several lines, each with at most `width` characters where its words allow that."""
-    lines = [""]
-    for word in command.split(" "):
-        if lines[-1].strip() and len(lines[-1]) + len(word) + 3 > width:
-            lines[-1] += " \\"
-            lines.append(" ")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return "\n".join(lines)
+    lines = textwrap.wrap(
+        command, width - len(" \\"), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return " \\\n".join(lines)
 
 
 def filled(

@@ -82,10 +82,7 @@ class Row(NamedTuple):
 def recorded() -> Iterator[list[Launch]]:
     """Record the launches in this context instead of running them. The tensors may be on "meta"."""
     found: list[Launch] = []
-    with contextlib.ExitStack() as stack:
-        replaced = {"takes": lambda *_: True, "passes_check": lambda *_: True, "launch": found.append}
-        for name, function in replaced.items():
-            stack.enter_context(mock.patch.object(launches, name, function))
+    with mock.patch.multiple(launches, takes=lambda *_: True, passes_check=lambda *_: True, launch=found.append):
         yield found
 
 
