@@ -13,19 +13,18 @@ therefore wrong at another (Brock et al. 2019, appendix D: "standing statistics"
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
+from transformers import initialization as init
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from hf_efficient_attn.models.biggan.configuration_biggan import BigGANConfig
-
-LinearOrConv = TypeVar("LinearOrConv", nn.Linear, nn.Conv2d)
 
 # The package's names -> ours: convolutions of the attention layer, and the tensors of a kept spectral norm, which have
 # the names of torch.nn.utils.parametrizations.
@@ -43,30 +42,19 @@ _CUTOFF = 2.0
 _ROUNDING = 1e-6
 
 
-def linear(config: BigGANConfig, in_features: int, out_features: int, bias: bool = True) -> nn.Linear:
-    """Return a linear layer, with spectral norm if the config asks for it."""
-    return _normalized(config, nn.Linear(in_features, out_features, bias=bias))
-
-
-def conv(config: BigGANConfig, in_channels: int, out_channels: int, kernel_size: int, bias: bool = True) -> nn.Conv2d:
-    """Return a convolution that keeps height and width, with spectral norm if the config asks for it."""
-    return _normalized(config, nn.Conv2d(in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=bias))
-
-
-def _normalized(config: BigGANConfig, module: LinearOrConv) -> LinearOrConv:
-    if not config.spectral_norm:
-        return module
-    weight = module.weight
-    if weight.is_meta:
-        # `spectral_norm` runs power iterations at once. On the meta device they take seconds: use a tiny weight.
-        module.weight = nn.Parameter(torch.ones((1,) * weight.ndim, dtype=weight.dtype, device="cpu"))
-    parametrizations.spectral_norm(module, eps=config.eps)
-    if weight.is_meta:
-        kept = module.get_submodule("parametrizations.weight")
-        kept.original = weight
-        kept.get_submodule("0")._u = weight.new_empty(len(weight))
-        kept.get_submodule("0")._v = weight.new_empty(weight[0].numel())
-    return module
+def add_spectral_norm(module: nn.Module, eps: float) -> None:
+    """Add a spectral norm to every linear layer and convolution in a module."""
+    for layer in [x for x in module.modules() if isinstance(x, (nn.Linear, nn.Conv2d))]:
+        weight = layer.weight
+        if weight.is_meta:
+            # `spectral_norm` runs power iterations at once. On the meta device they take seconds: use a tiny weight.
+            layer.weight = nn.Parameter(torch.ones((1,) * weight.ndim, dtype=weight.dtype, device="cpu"))
+        parametrizations.spectral_norm(layer, eps=eps)
+        if weight.is_meta:
+            kept = layer.get_submodule("parametrizations.weight")
+            kept.original = weight
+            kept.get_submodule("0")._u = weight.new_empty(len(weight))
+            kept.get_submodule("0")._v = weight.new_empty(weight[0].numel())
 
 
 def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
@@ -107,17 +95,18 @@ class DivideBySpectralNorm(ConversionOps):
 
 
 @torch.no_grad()
-def leading_vectors(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the singular vectors u (O,) and v of the largest singular value of weight (O, ...), by power iteration."""
-    matrix = weight.flatten(1).to(torch.promote_types(weight.dtype, torch.float32))
+def init_vectors(norm: parametrize.ParametrizationList, eps: float) -> None:
+    """Set u (O,) and v to the singular vectors of the largest singular value of the weight, by power iteration."""
+    matrix = norm.original.flatten(1).to(torch.promote_types(norm.original.dtype, torch.float32))
     # The iteration starts from the sum of the matrix's rows, which needs no random draw; or from ones if that vanishes.
     v = matrix.sum(0)
     v = torch.where(v.norm() > eps, v, torch.ones_like(v))
-    v = nn.functional.normalize(v, dim=0, eps=eps)
+    v = functional.normalize(v, dim=0, eps=eps)
     for _ in range(_POWER_ITERATIONS):
-        u = nn.functional.normalize(matrix @ v, dim=0, eps=eps)
-        v = nn.functional.normalize(u @ matrix, dim=0, eps=eps)
-    return u.to(weight.dtype), v.to(weight.dtype)
+        u = functional.normalize(matrix @ v, dim=0, eps=eps)
+        v = functional.normalize(u @ matrix, dim=0, eps=eps)
+    init.copy_(norm.get_buffer("0._u"), u.to(norm.original.dtype))
+    init.copy_(norm.get_buffer("0._v"), v.to(norm.original.dtype))
 
 
 def truncated_noise(batch_size: int, dim: int = 128, truncation: float = 1.0, seed: int | None = None) -> Tensor:
@@ -201,8 +190,8 @@ class BigGANBatchNorm(nn.Module):
         self.register_buffer("running_means", torch.zeros(config.n_stats, channels))
         self.register_buffer("running_vars", torch.ones(config.n_stats, channels))
         if conditional:
-            self.scale = linear(config, 2 * config.z_dim, channels, bias=False)
-            self.offset = linear(config, 2 * config.z_dim, channels, bias=False)
+            self.scale = nn.Linear(2 * config.z_dim, channels, bias=False)
+            self.offset = nn.Linear(2 * config.z_dim, channels, bias=False)
         else:
             self.weight = nn.Parameter(torch.ones(channels))
             self.bias = nn.Parameter(torch.zeros(channels))

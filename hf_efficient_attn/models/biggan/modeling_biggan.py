@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from hf_efficient_attn.errors import check_positive
 from hf_efficient_attn.models.biggan import layers
 from hf_efficient_attn.models.biggan.configuration_biggan import REDUCTION, START_CHANNELS, START_SIZE, BigGANConfig
-from hf_efficient_attn.models.biggan.layers import BigGANBatchNorm, Lookup, check_truncation, conv, linear, look_up
+from hf_efficient_attn.models.biggan.layers import BigGANBatchNorm, Lookup, check_truncation, look_up
 from hf_efficient_attn.ops.backends.devices import float64_device
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
@@ -57,7 +57,7 @@ class BigGANAttention(nn.Module):
         self.config = config
         channels, half = config.attention_channels, config.attention_resolution // 2
         self.head_dim, self.value_head_dim, self.max_tokens = channels // 8, channels // 2, half**2
-        conv_1x1 = functools.partial(conv, config, kernel_size=1, bias=False)
+        conv_1x1 = functools.partial(nn.Conv2d, kernel_size=1, bias=False)
         self.theta, self.phi = conv_1x1(channels, self.head_dim), conv_1x1(channels, self.head_dim)
         self.g, self.o = conv_1x1(channels, self.value_head_dim), conv_1x1(self.value_head_dim, channels)
         self.gamma = nn.Parameter(torch.zeros(1))
@@ -79,10 +79,10 @@ class BigGANBlock(GradientCheckpointingLayer):
         super().__init__()
         self.up_sample, self.out_channels = up_sample, out_channels
         middle = in_channels // REDUCTION
-        self.bn_0, self.conv_0 = BigGANBatchNorm(config, in_channels), conv(config, in_channels, middle, kernel_size=1)
-        self.bn_1, self.conv_1 = BigGANBatchNorm(config, middle), conv(config, middle, middle, kernel_size=3)
-        self.bn_2, self.conv_2 = BigGANBatchNorm(config, middle), conv(config, middle, middle, kernel_size=3)
-        self.bn_3, self.conv_3 = BigGANBatchNorm(config, middle), conv(config, middle, out_channels, kernel_size=1)
+        self.bn_0, self.conv_0 = BigGANBatchNorm(config, in_channels), nn.Conv2d(in_channels, middle, kernel_size=1)
+        self.bn_1, self.conv_1 = BigGANBatchNorm(config, middle), nn.Conv2d(middle, middle, kernel_size=3, padding=1)
+        self.bn_2, self.conv_2 = BigGANBatchNorm(config, middle), nn.Conv2d(middle, middle, kernel_size=3, padding=1)
+        self.bn_3, self.conv_3 = BigGANBatchNorm(config, middle), nn.Conv2d(middle, out_channels, kernel_size=1)
 
     def forward(self, x: Tensor, condition: Tensor, lookup: Lookup) -> Tensor:
         """(B, in_channels, height, width) -> (B, out_channels, ...), with height and width doubled if `up_sample`.
@@ -105,13 +105,13 @@ class BigGANGenerator(nn.Module):
     def __init__(self, config: BigGANConfig) -> None:
         super().__init__()
         channels = config.channel_width
-        self.gen_z = linear(config, 2 * config.z_dim, START_SIZE**2 * START_CHANNELS * channels)
+        self.gen_z = nn.Linear(2 * config.z_dim, START_SIZE**2 * START_CHANNELS * channels)
         blocks: list[nn.Module] = [BigGANBlock(config, *block) for block in config.blocks]
         blocks.insert(config.attention_layer_position, BigGANAttention(config))
         self.layers = nn.ModuleList(blocks)
         self.bn = BigGANBatchNorm(config, channels, conditional=False)
         # As in the published weights, this convolution keeps the number of channels, and only three are used.
-        self.conv_to_rgb = conv(config, channels, channels, kernel_size=3)
+        self.conv_to_rgb = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
 
     def forward(self, condition: Tensor, lookup: Lookup) -> Tensor:
         """Condition (B, 2 z_dim) -> images (B, 3, height, width)."""
@@ -145,6 +145,8 @@ class BigGANModel(PreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Linear(config.num_classes, config.z_dim, bias=False)
         self.generator = BigGANGenerator(config)
+        if config.spectral_norm:
+            layers.add_spectral_norm(self.generator, config.eps)
         self.post_init()
 
     @can_return_tuple
@@ -253,13 +255,13 @@ class BigGANModel(PreTrainedModel):
         std, spectral = self.config.initializer_range, parametrize.ParametrizationList
         if isinstance(module, spectral):
             init.normal_(module.original, std=std)
-            self._init_vectors(module)
+            layers.init_vectors(module, self.config.eps)
         elif hasattr(module, "_u"):
             # Reached before the parametrization that holds the weight and these vectors. If a checkpoint had the weight
             # but not the vectors, Transformers treats that parametrization as initialized and skips it.
             holder = next(m for m in self.modules() if isinstance(m, spectral) and m[0] is module)
             if getattr(holder.original, "_is_hf_initialized", False):
-                self._init_vectors(holder)
+                layers.init_vectors(holder, self.config.eps)
         elif isinstance(module, (nn.Linear, nn.Conv2d)):
             if not parametrize.is_parametrized(module):
                 init.normal_(module.weight, std=std)
@@ -273,12 +275,6 @@ class BigGANModel(PreTrainedModel):
                 init.zeros_(module.bias)
         elif isinstance(module, BigGANAttention):
             init.zeros_(module.gamma)
-
-    def _init_vectors(self, normalized: parametrize.ParametrizationList) -> None:
-        for name, vector in zip(
-            ("_u", "_v"), layers.leading_vectors(normalized.original, self.config.eps), strict=True
-        ):
-            init.copy_(getattr(normalized[0], name), vector)
 
     def _set_gradient_checkpointing(self, enable: bool = True, *args: Any, **kwargs: Any) -> None:
         if enable and self.config.spectral_norm:
