@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_efficient_attn.errors import unknown_name
+from hf_efficient_attn.errors import check_positive, unknown_name
 
 TOKENS_TYPES = ("transformer", "performer")
 
@@ -93,8 +93,7 @@ class T2TViTConfig(PreTrainedConfig):
         sizes = {name: getattr(self, name) for name in names} | {"token_dim": self.token_dim}
         sizes["token_dim * kernel_ratio (random features)"] = int(self.token_dim * self.kernel_ratio)
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+            check_positive(name, value)
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(f"hidden_size={self.hidden_size} is no multiple of {self.num_attention_heads} heads")
         kernels, strides = self.t2t_kernel_sizes, self.t2t_strides

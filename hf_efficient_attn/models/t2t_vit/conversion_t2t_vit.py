@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_efficient_attn.errors import refusing
 from hf_efficient_attn.models.imagenet import imagenet_labels
 from hf_efficient_attn.models.t2t_vit.configuration_t2t_vit import T2TViTConfig
 from hf_efficient_attn.models.t2t_vit.modeling_t2t_vit import T2TViTForImageClassification
@@ -38,9 +39,7 @@ _NAMES = {
     r"\.mlp\.2\.": ".mlp.fc2.",
 }
 _HEAD_DIM = 64
-# The authors' evaluation.
-_CROP_RATIO, _BICUBIC = 0.9, 3
-_IMAGENET_MEAN, _IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+_BICUBIC = 3  # as Pillow counts its filters
 
 
 def convert_state_dict(
@@ -159,16 +158,16 @@ def convert_checkpoint(
 def image_processor(config: T2TViTConfig) -> "ViTImageProcessorPil":
     """Return the image processor of the authors' evaluation: bicubic resizing, center crop, ImageNet's mean and std.
 
-    After `image_processor(model.config).save_pretrained(folder)`, `AutoImageProcessor.from_pretrained(folder)` returns
-    it. It needs Pillow, but not torchvision. The shorter side of an image is resized to the larger number of the
-    config's `image_size`, divided by 0.9.
+    The shorter side of an image is resized to the larger number of the config's `image_size`, divided by 0.9. The
+    processor needs Pillow, but not torchvision.
     """
     from transformers import ViTImageProcessorPil
+    from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
     height, width = config.image_shape
     return ViTImageProcessorPil(
-        resample=_BICUBIC, image_mean=_IMAGENET_MEAN, image_std=_IMAGENET_STD, do_center_crop=True,
-        size={"shortest_edge": math.floor(max(height, width) / _CROP_RATIO)},
+        resample=_BICUBIC, image_mean=IMAGENET_DEFAULT_MEAN, image_std=IMAGENET_DEFAULT_STD, do_center_crop=True,
+        size={"shortest_edge": math.floor(max(height, width) / 0.9)},
         crop_size={"height": height, "width": width},
     )  # fmt: skip
 
@@ -178,15 +177,10 @@ def read_checkpoint(path: str | os.PathLike, *, ema: bool = True) -> dict[str, T
 
     A file without a state dict, or with objects other than tensors and plain values, raises ValueError.
     """
-    try:
-        # The authors' files also hold the command line as an argparse.Namespace, which torch.load refuses by default.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise ValueError(f"{path} cannot be read as a checkpoint of tensors: {reason}") from error
+    # The authors' files also hold the command line as an argparse.Namespace, which torch.load refuses by default.
+    allowed = torch.serialization.safe_globals([argparse.Namespace])
+    with refusing(f"{path} cannot be read as a checkpoint of tensors", FileNotFoundError), allowed:
+        content = torch.load(path, map_location="cpu", weights_only=True)
     keys = ("state_dict_ema", "state_dict", "model") if ema else ("state_dict", "model", "state_dict_ema")
     if isinstance(content, Mapping):
         content = next((content[key] for key in keys if isinstance(content.get(key), Mapping)), content)
