@@ -27,14 +27,13 @@ from hf_efficient_attn.conversion.convert import convert, extend_positions, is_r
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
+from hf_efficient_attn.integration.learned import NAME as LEARNED
 from hf_efficient_attn.integration.models import attention_modules
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig, as_settings, changed_hyperparameters
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.methods import MethodConfig
 from hf_efficient_attn.models import auto_class
 from hf_efficient_attn.standalone.export import MODULE, kernel_implementation, remote_code
-
-_LEARNED = "learned_parameters"
 
 
 def convert_saved_model(
@@ -63,11 +62,9 @@ def convert_saved_model(
 
     Returns:
         A report of plain values: source, output, architecture, method, settings, layers (indices of the converted
-        layers), positions (the number of tokens that the model takes, or None), exact_up_to (for each method its
-        layers, the hyperparameters that differ from the defaults, and the number of tokens up to which it is exact, 0
-        for none), limits (each limit of text lengths that was changed: file, key, before, after),
-        parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in bytes, left_out (files
-        that were not copied), notes, and load, the Python lines that load the result.
+        layers), positions (the number of tokens that the model takes, or None), exact_up_to (see `exact_lengths`),
+        limits (see `set_limits`), parameters {"kept": count, "new": names, "dropped": names}, files with their sizes in
+        bytes, left_out (files that were not copied), notes, and load, the Python lines that load the result.
 
     Raises:
         UnsupportedAttentionError: The source, the method, a hyperparameter, a layer or the output cannot be used.
@@ -170,12 +167,13 @@ class Conversion:
         `add_files` adds files to the folder, before the card is made. Returns the report of `convert_saved_model`.
         """
         checked, model = self.checked, self.model
+        groups = exact_lengths(model)
         with self.place.staged() as draft:
             new, dropped = find_changes(model, checked.tensors, self._loaded.missing)
             names = (checked.tensors.keys() | new.keys()) - dropped
             self._write_model(draft, new, names)
             limits = None if self._max_length is None else set_limits(draft, self._max_length)
-            notes = [*self._loaded.notes, *notes_of(draft, num_positions(model), self._origin, limits)]
+            notes = self._notes(draft, groups, limits)
             write_json(draft / FILE, self._origin)
             self._check_that_it_loads(draft, names)
             self._name_code(draft)
@@ -185,7 +183,6 @@ class Conversion:
             load = loading_lines(Facts(draft, may_be_exact=True), self._output)
             files = [path for path in sorted(draft.rglob("*")) if path.is_file()]
             sizes = [{"name": path.relative_to(draft).as_posix(), "bytes": path.stat().st_size} for path in files]
-        groups = exact_lengths(model)
         return {
             "source": self._source,
             "output": str(self.place.path),
@@ -199,7 +196,7 @@ class Conversion:
             "parameters": {"kept": len(names - new.keys()), "new": sorted(new), "dropped": sorted(dropped)},
             "files": sizes,
             "left_out": list(checked.left_out),
-            "notes": [*notes, *describe(groups, num_positions(model)), *self._notes_on_source()],
+            "notes": notes,
             "load": load,
         }
 
@@ -236,14 +233,36 @@ class Conversion:
             (draft / f"{MODULE}.py").write_text(code, encoding="utf-8", newline="\n")
         write_json(draft / "config.json", config)
 
-    def _notes_on_source(self) -> list[str]:
-        """Notes about keys and tensors of the source that the model does not use."""
-        notes = []
-        if self.checked.dropped_keys:
-            keys = ", ".join(self.checked.dropped_keys)
+    def _notes(
+        self, draft: pathlib.Path, groups: Sequence[Mapping[str, Any]], changed: Sequence[Mapping[str, Any]] | None
+    ) -> list[str]:
+        """Notes about the source, the number of tokens that the result takes, and what its card cannot say.
+
+        `groups` are those of `exact_lengths`, and `changed` is the result of `set_limits`, None without `max_length`.
+        """
+        checked, loaded, trained = self.checked, self._loaded, self._origin[TRAINED]
+        limit, positions = sentence_limit(draft), num_positions(self.model)
+        changes = "{file}: {key} {after} in place of {before}; the rest is unchanged"
+        notes = [*loaded.notes, *(changes.format_map(one) for one in changed or ())]
+        if limit is not None and positions is not None and limit["before"] < positions:
+            notes.append(
+                f"texts are truncated at {limit['before']} tokens ({limit['key']} in {limit['file']}), although the "
+                f"model takes {positions}: --max-length {positions} raises that number"
+            )
+        if changed is not None and trained is not None and positions is not None and positions > trained:
+            notes.append(
+                f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not "
+                f"trained on texts of more than {trained} tokens: check its results on texts as long as yours, or "
+                "fine-tune it on them"
+            )
+        if self._origin["base_model"] is None:
+            notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
+        notes += describe(groups, positions)
+        if checked.dropped_keys:
+            keys = ", ".join(checked.dropped_keys)
             notes.append(f"config.json: left out {keys}; code and files from elsewhere are not used")
-        if self._loaded.unused:
-            names = ", ".join(self._loaded.unused[:8])
+        if loaded.unused:
+            names = ", ".join(loaded.unused[:8])
             notes.append(f"tensors that a {type(self.model).__name__} does not use, copied unchanged: {names}")
         return notes
 
@@ -286,33 +305,6 @@ def describe(groups: Sequence[Mapping[str, Any]], positions: int | None) -> list
     return sentences
 
 
-def notes_of(
-    draft: pathlib.Path, positions: int | None, origin: Mapping[str, Any], changed: Sequence[Mapping[str, Any]] | None
-) -> list[str]:
-    """Notes about the number of tokens that a result takes, and about what its card cannot say.
-
-    The result is in the folder `draft`, and its model takes `positions` tokens, or an unknown number. `origin` are the
-    contents of `efficient_attention.json`. `changed` is what `set_limits` returned, None if no length was asked for.
-    """
-    trained, limit = origin[TRAINED], sentence_limit(draft)
-    changes = "{file}: {key} {after} in place of {before}; the rest is unchanged"
-    notes = [changes.format_map(limit) for limit in changed or ()]
-    if limit is not None and positions is not None and limit["before"] < positions:
-        notes.append(
-            f"texts are truncated at {limit['before']} tokens ({limit['key']} in {limit['file']}), although the model "
-            f"takes {positions}: --max-length {positions} raises that number"
-        )
-    if changed is not None and trained is not None and positions is not None and positions > trained:
-        notes.append(
-            f"the table of {trained} positions is repeated {positions / trained:.3g} times, and the model was not "
-            f"trained on texts of more than {trained} tokens: check its results on texts as long as yours, or "
-            "fine-tune it on them"
-        )
-    if origin["base_model"] is None:
-        notes.append("the card does not name the original model: if it is on the hub, give --base-model ORG/NAME")
-    return notes
-
-
 def loading_lines(facts: Facts, output: str) -> str:
     """The Python lines that load the result, with sentence-transformers if the files are those of such a model."""
     architecture, embeds_sentences = facts.architecture or "", facts.has("modules.json")
@@ -350,13 +342,13 @@ def find_changes(
             elif key in stored and not torch.equal(stored[key].to(value.dtype), value):
                 new[key] = value.to(stored[key].dtype, copy=True)  # shared parameters need memory of their own
             present.add(key)
-    return new, {name for name in stored if _LEARNED in name.split(".") and name not in present}
+    return new, {name for name in stored if LEARNED in name.split(".") and name not in present}
 
 
 def _stored_name(name: str, stored: Mapping[str, Any], prefix: str) -> str:
     """The name of a tensor in the source's files, which may have or lack the prefix of the base model."""
     for form in [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]:
-        module = form.partition(f".{_LEARNED}.")[0] + "."
+        module = form.partition(f".{LEARNED}.")[0] + "."
         if form in stored or any(other.startswith(module) for other in stored):
             return form
     return name
