@@ -1,7 +1,4 @@
-"""Checks of files from untrusted sources, with errors of one line, and an output folder.
-
-The folder is written as a whole, or not at all, and never at the cost of what others put there.
-"""
+"""Checks of files from untrusted sources, with errors of one line, and an output folder."""
 
 import contextlib
 import os

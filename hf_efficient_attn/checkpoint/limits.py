@@ -60,10 +60,9 @@ def _entries(folder: pathlib.Path) -> Iterator[tuple[dict[str, Any], dict[str, A
             continue
         values = read_json_object(folder / name, max_bytes=_MAX_BYTES, name=name)
         for key in keys:
-            *parents, last = key.split(".")
-            holder: Any = values
-            for parent in parents:
-                holder = holder.get(parent) if isinstance(holder, dict) else None
-            tokens = holder.get(last) if isinstance(holder, dict) else None
+            holder: Any = None
+            tokens: Any = values
+            for part in key.split("."):
+                holder, tokens = tokens, tokens.get(part) if isinstance(tokens, dict) else None
             if type(tokens) is int and tokens > 0:
                 yield {"file": name, "key": key, "before": tokens}, values, holder

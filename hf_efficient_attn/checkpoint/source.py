@@ -1,7 +1,4 @@
-"""Opening a checkpoint: finding its files and checking each one before it is used; and where it comes from.
-
-The origin is what its own files state. Conversions carry it on in `efficient_attention.json`.
-"""
+"""Opening a checkpoint: finding its files and checking each one before it is used; and where it comes from."""
 
 import os
 import pathlib
@@ -345,12 +342,7 @@ def check_hub_id(name: str, what: str) -> None:
 
 
 def check_install(text: str, where: str = "--install") -> None:
-    """Check what a card is to tell its readers to install; the message begins with `where`.
-
-    That is a URL that pip takes (https://... or git+https://...), or a requirement with a version, such as
-    `THIS_VERSION`. Refused are a path on this machine, a name without a version, and a URL with a password or
-    token.
-    """
+    """Refuse what a card cannot tell its readers to install, such as a path; the message begins with `where`."""
     if not _URL.fullmatch(text) and not _PINNED.fullmatch(text):
         raise UnsupportedAttentionError(
             f"{where}: give what others can install, a URL (https://... or git+https://...) without a password or "

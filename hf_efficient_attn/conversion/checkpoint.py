@@ -126,11 +126,7 @@ class Conversion:
         self._method, self._kernel, self._has_code = EXACT, kernel, has_code
 
     def extend(self) -> None:
-        """Extend the positions of the model to `max_length`, if that is given and they are fewer.
-
-        `switch` does this, too. Refused are a model without a position table or with a longer one, a new table that is
-        too large, and attention with learned tables of the present length.
-        """
+        """Extend the positions of the model to `max_length`, if that is given and they are fewer, as `switch` does."""
         model, length = self.model, self._max_length
         positions = num_positions(model)
         # Rotary positions are computed.

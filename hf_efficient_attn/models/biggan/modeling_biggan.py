@@ -294,15 +294,11 @@ class BigGANModel(PreTrainedModel):
         key_mapping: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> "BigGANModel":
-        """Load a model as in Transformers; names of pytorch-pretrained-biggan are replaced by those of this class.
-
-        The replacement depends on the config's `spectral_norm`, so it is passed as `key_mapping`. The division by the
-        spectral norm is a registered `WeightConverter`.
-        """
+        """Load a model as in Transformers; names of pytorch-pretrained-biggan are replaced by those of this class."""
         known = config
         if not isinstance(known, PreTrainedConfig) and pretrained_model_name_or_path is not None:
             known = cls.config_class.from_pretrained(config or pretrained_model_name_or_path, **kwargs)
-        if isinstance(known, BigGANConfig):
+        if isinstance(known, BigGANConfig):  # which names are replaced depends on its `spectral_norm`
             key_mapping = {**layers.checkpoint_names(known.spectral_norm), **(key_mapping or {})}
         kwargs |= {"config": config, "key_mapping": key_mapping}
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
