@@ -46,6 +46,7 @@ class AutoAttentionConfig(MethodConfig):
     year = 2026
     causal = True
     rectangular = True
+    budget = (("columns", 1),)  # heads above the error bound get more
     decodes_exactly = True
     knows_lse = True
     summary = "exact attention where it is faster or an error bound asks for it, else nearfar"
@@ -96,10 +97,6 @@ class AutoAttentionConfig(MethodConfig):
         if self.max_error and not is_causal:
             length = worthwhile_length(length)
         return max(length, self.columns)
-
-    def with_budget(self, columns: int) -> "AutoAttentionConfig":
-        """Return a copy that begins with `columns` columns. Heads above the error bound get more."""
-        return dataclasses.replace(self, columns=self.check_budget(columns))
 
     def to_measure(self) -> "AutoAttentionConfig":
         """Return a copy with `columns` columns for all heads at every length."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, ShardedForm, option
-from hf_efficient_attn.methods._shared.heads import unflatten_heads
 from hf_efficient_attn.methods._shared.projections import STARTS_FROM, ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import attend
@@ -83,7 +82,7 @@ def forward(
     bias = mask_bias(projected_key_mask(both, query.shape[0]), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys, values, bias[:, None, None]
     out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]  # (BH, Nq, Dv)
-    return unflatten_heads(out.to(value.dtype), query.shape)  # (B, H, Nq, Dv)
+    return torch.unflatten(out.to(value.dtype), 0, query.shape[:2])  # (B, H, Nq, Dv)
 
 
 def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

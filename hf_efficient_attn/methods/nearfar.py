@@ -44,6 +44,7 @@ class NearFarConfig(MethodConfig):
     year = 2026
     causal = True
     rectangular = True
+    exact_budget = ("block_size", "num_samples")
     decodes_exactly = True
     knows_lse = True
     adds_distance_bias = True
@@ -70,11 +71,6 @@ class NearFarConfig(MethodConfig):
         minimum=0,
     )
     seed: int = option(0, "Seed of the landmarks.", minimum=0)
-
-    @property
-    def exact_length(self) -> int:
-        """The budget: near keys and landmarks."""
-        return self.block_size + self.num_samples
 
     def check_causal(self) -> None:
         """The causal form has the budget as its only hyperparameter."""

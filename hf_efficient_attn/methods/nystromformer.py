@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, ShardedForm, option
-from hf_efficient_attn.methods._shared.heads import exactly, unflatten_heads
+from hf_efficient_attn.methods._shared.heads import exactly
 from hf_efficient_attn.methods._shared.registry import check_parameters, register_method
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.nystrom import LandmarkOptions, add_convolution, landmark_attention, landmark_naive
@@ -140,7 +140,7 @@ def forward(
         out = exactly(query, key, value, options)
     else:
         out = landmark_attention(query, key, value, options.key_mask, chosen, shards)  # (BH, Nq, Dv)
-        out = unflatten_heads(out, query.shape)  # (B, H, Nq, Dv)
+        out = torch.unflatten(out, 0, query.shape[:2])  # (B, H, Nq, Dv)
     return add_convolution(out, value, kernel, options.key_mask)  # (B, H, Nq, Dv)
 
 

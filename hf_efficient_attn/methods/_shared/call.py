@@ -133,8 +133,6 @@ def _with_hyperparameters(
     method_or_config: str | MethodConfig, arguments: Arguments, hyperparameters: Mapping[str, Any]
 ) -> tuple[MethodConfig, Arguments]:
     """Put hyperparameters into the config, and the learned parameters among them into the arguments."""
-    if isinstance(method_or_config, str) and not hyperparameters:
-        return METHODS[method_or_config].default, arguments
     config = make_config(method_or_config)
     if not hyperparameters:
         return config, arguments
@@ -247,8 +245,7 @@ def compute(
             out = call_in_graph(form, config, query, key, value, options)
         else:
             # Of short sequences the output may not depend on what is learned.
-            compute = getattr(method, form) if options.sinks is None else functools.partial(method.compute, form)
-            out = with_zero_gradients(compute(config, query, key, value, options), *learned)
+            out = with_zero_gradients(method.compute(form, config, query, key, value, options), *learned)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)  # (B, H, Nq, Dv)
     return out[:, :, out.shape[2] - q_len :] if offset else out  # (B, H, Nq, Dv)

@@ -38,12 +38,7 @@ class Crossover(NamedTuple):
     large: int  # the length in calls with a total_dim of `LARGE_DIM`
 
     def at(self, total_dim: int, relative_cost: float = 1.0) -> int:
-        """Compute the length for any size of a call.
-
-        Args:
-            total_dim: B * H * D.
-            relative_cost: cost of the method per token, relative to its cost with the default hyperparameters.
-        """
+        """Compute the length for calls with total_dim = B * H * D; see `crossover_length` for `relative_cost`."""
         if self.small < self.large:  # large calls leave the cache earlier than they pay for small operations
             share = min(1.0, max(0.0, math.log(total_dim / SMALL_DIM) / math.log(LARGE_DIM / SMALL_DIM)))
             return min(NEVER, round(relative_cost * self.small * math.pow(self.large / self.small, share)))
@@ -112,13 +107,8 @@ def crossover_length(
 ) -> int:
     """Compute the number of tokens from which on a method is faster than exact attention on this machine.
 
-    Args:
-        method: the name of the method.
-        total_dim: B * H * D of the call.
-        dtype: the dtype of query, key and value.
-        is_causal: whether the attention is causal.
-        device: the device of the tensors.
-        relative_cost: cost of the method per token, relative to its cost with the default hyperparameters.
+    `total_dim` is B * H * D of the call, and `relative_cost` the cost of the method per token, relative to its cost
+    with the default hyperparameters.
     """
     return _kept_length(method, device, table_key(dtype, is_causal), total_dim, relative_cost, torch.get_num_threads())
 

@@ -29,31 +29,24 @@ def by_heads(
 ) -> Tensor:
     """Compute attention (B, H, Nq, Dv) by a form of flat heads, or exactly for up to `exact_length` keys.
 
-    Args:
-        form: form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value
-            (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. It gets no mask if valid tokens are moved to the front.
-        query: (B, H, Nq, D).
-        key: (B, H, Nk, D).
-        value: (B, H, Nk, Dv).
-        options: the options of the call.
-        exact_length: the largest number of keys of exact attention.
-        moves_valid_first: whether the form gets valid tokens before masked tokens, so that blocks begin at the first
-            valid token. For self-attention only.
+    form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value (BH, Nk, Dv)
+    and the mask, bool (BH, Nk) or None. With `moves_valid_first`, for self-attention only, it gets no mask, but valid
+    tokens before masked tokens, so that blocks begin at the first valid token.
     """
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
     shape = query.shape
     query, key, value, mask = _flatten(query, key, value, options.key_mask)  # (BH, N, .), (BH, Nk)
     if not moves_valid_first:
-        return unflatten_heads(form(query, key, value, mask), shape)
+        return torch.unflatten(form(query, key, value, mask), 0, shape[:2])
     if mask is None:
-        return unflatten_heads(form(query, key, value).to(_dtype(value, options)), shape)
+        return torch.unflatten(form(query, key, value).to(_dtype(value, options)), 0, shape[:2])
     order = valid_first(mask)  # (BH, N)
     masked = ~mask[:, :, None]  # (BH, N, 1)
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
     query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))  # (BH, N, .) each
     out = take(form(query, key, value).to(_dtype(value, options)), inverse(order))  # (BH, N, Dv)
-    return unflatten_heads(out.masked_fill(masked, 0.0), shape)
+    return torch.unflatten(out.masked_fill(masked, 0.0), 0, shape[:2])
 
 
 def without_padding(
@@ -126,7 +119,7 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     if with_lse or dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "with_lse": with_lse}
-        return unflatten_heads(exact_attention(*flat, **call), query.shape)  # (B, H, Nq, Dv)
+        return torch.unflatten(exact_attention(*flat, **call), 0, query.shape[:2])  # (B, H, Nq, Dv)
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None], scale=scale)  # (B, H, Nq, Dv)
@@ -154,12 +147,6 @@ def is_training(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
 def _dtype(value: Tensor, options: AttentionOptions) -> torch.dtype:
     """The dtype of the output of a form."""
     return accumulation_dtype(value.dtype) if options.with_lse else value.dtype
-
-
-def unflatten_heads(x: Tensor, shape: torch.Size) -> Tensor:
-    """Unflatten (B * H, N, .) to (B, H, N, .), for a shape that starts with B, H."""
-    out: Tensor = x.unflatten(0, shape[:2])
-    return out
 
 
 def _flatten(

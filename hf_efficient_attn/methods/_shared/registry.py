@@ -316,13 +316,9 @@ def parameter_shapes(
 
 
 def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOptions, *, grouped: bool = False) -> None:
-    """Refuse learned parameters of heads that are missing, have another shape, or have no effect.
+    """Refuse learned parameters of the heads of a query (B, H, Nq, D): missing, of another shape, or without an effect.
 
-    Args:
-        config: the config of the method.
-        query: (B, H, Nq, D).
-        options: the options of the call.
-        grouped: whether a parameter may belong to the key heads, of which H is a multiple.
+    `grouped` parameters may belong to the key heads, of which H is a multiple.
     """
     _, num_heads, _, head_dim = query.shape
     given = options.parameters
@@ -348,14 +344,7 @@ def learns(config: MethodConfig) -> bool:
 def parameters_of_slice(
     config: MethodConfig, parameters: Mapping[str, Tensor], heads: HeadSlice, num_heads: int
 ) -> dict[str, Tensor]:
-    """Return the learned parameters of query heads of a layer, or of the key heads that these use.
-
-    Args:
-        config: the config of the method.
-        parameters: the parameters of all heads by name.
-        heads: the number of the first head, and the number of all query heads.
-        num_heads: the number of query heads.
-    """
+    """Return those learned parameters of all heads of a layer that `num_heads` query heads, or their key heads, use."""
     own = dict(parameters)
     one = parameter_shapes(config)
     for name, shape in parameter_shapes(config, num_heads=2).items():

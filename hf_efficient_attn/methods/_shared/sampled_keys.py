@@ -34,6 +34,7 @@ class SampledKeysConfig(MethodConfig):
     rectangular = True
     # This split was among the best on activations of pretrained models.
     budget = (("block_size", 1), ("num_samples", 3))
+    exact_budget = ("block_size", "num_samples")
     decodes_exactly = True
     knows_lse = True
     adds_distance_bias = True
@@ -67,11 +68,6 @@ class SampledKeysConfig(MethodConfig):
     column_scores = "uniform"
     num_probes = 1
     score_groups = 1
-
-    @property
-    def exact_length(self) -> int:
-        """The budget: the near field and the samples."""
-        return self.block_size + self.num_samples
 
     @property
     def relative_cost(self) -> float:
