@@ -5,7 +5,7 @@ function, so that the keys themselves can say which layer of which cache they co
 this layer for its output.
 
 `DynamicCache(config=...)`, which `generate` and the models create themselves, gets a `StateLayer` for every layer whose
-method has a recurrence (`extensions`). Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys
+method has a recurrence (`switching`). Any other cache (`DynamicCache()` without a config, a quantised one) keeps keys
 and values.
 """
 
@@ -71,9 +71,8 @@ Tokens: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 class MethodLayer(DynamicLayer):
     """A cache layer that computes attention itself, by `method`, from what it holds instead of the keys of all tokens.
 
-    `update` returns keys that say which layer they come from, and the attention function calls `attention`. A subclass
-    adds new tokens and computes their attention to all tokens by `_attention`, or, if `update` returned the keys as
-    they are, by `_first_attention`.
+    A subclass adds new tokens and computes their attention to all tokens by `_attention`, or, if `update` returned the
+    keys as they are, by `_first_attention`.
     """
 
     # The attributes that change with the tokens: None, tensors whose first dimension is the batch, or named tuples of

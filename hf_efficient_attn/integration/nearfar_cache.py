@@ -1,12 +1,9 @@
 """`NearFarCache`: a cache for decoding with methods that otherwise attend to all cached keys exactly.
 
-Its memory is bounded: a layer keeps the newest keys as they are and landmarks for all older ones
-(`ops.nearfar.growing`). Its attention is the exact merge of the two. When it holds as many keys and landmarks as its
-budget, the older keys join the landmarks of their batch row. With look-ups a layer keeps all keys instead, and the
-hierarchy that tells a token which of them to read (`ops.nearfar.kept`).
-
-What happens to a row depends on its own valid tokens only, and is the same for tokens that come one at a time or
-together. The tokens of the first call, usually the prompt, are computed by the method as without a cache.
+The attention of a layer is the exact merge of its keys and its landmarks (`ops.nearfar.growing`). When it holds as many
+of both as its budget, the older keys join the landmarks of their batch row. What happens to a row depends on its own
+valid tokens only, and is the same for tokens that come one at a time or together. With look-ups a layer keeps all keys
+instead, and the hierarchy that tells a token which of them to read (`ops.nearfar.kept`).
 """
 
 from collections.abc import Callable
@@ -14,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import Cache, DynamicCache, DynamicLayer, PreTrainedConfig
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
@@ -70,6 +68,11 @@ class _Layer(MethodLayer):
         out = attention(self.method, query, key, value, attention_mask=mask, is_causal=True, **options)
         self._add_first(query, (key, value, mask))
         return out
+
+    def numel(self) -> int:
+        """How many numbers the layer holds, besides those that count tokens."""
+        held = [getattr(self, name) for name in self._content if name not in ("counts", "valid")]
+        return sum(x.numel() for x in tree_leaves(held) if x is not None)
 
 
 class NearFarLayer(_Layer):
@@ -187,10 +190,6 @@ class NearFarLayer(_Layer):
         kept = (take(x.flatten(0, 1), heads).unflatten(0, x.shape[:2]) for x in (self.keys, self.values))
         self.keys, self.values = kept
 
-    def numel(self) -> int:
-        """How many numbers the layer holds."""
-        return sum(x.numel() for x in (self.keys, self.values, self.position, *(self.coreset or ())) if x is not None)
-
 
 class LookUpLayer(_Layer):
     """A layer with all keys, of which a token reads those that the causal form of nearfar chooses."""
@@ -225,10 +224,6 @@ class LookUpLayer(_Layer):
         self.valid = self.valid + added
         return out
 
-    def numel(self) -> int:
-        """How many numbers the layer holds."""
-        return sum(x.numel() for x in self.kept or ())
-
 
 def _reordered(x: Tensor, order: Tensor) -> Tensor:
     """Return the tokens of x (B, H, N, .) in an order (B, N)."""
@@ -249,15 +244,10 @@ class NearFarCache(Cache):
     in the first call, is computed as without this cache.
 
     Landmarks forget single keys: a model that copies from far back needs a budget about as large as the distance, or
-    look-ups. With `look_up` a layer keeps all keys, and a token reads what the causal form of nearfar reads with this
-    budget: a window of `columns` keys, landmarks, and the keys of up to 47 clusters that its query chooses.
-
-    - Memory is not bounded then: it grows as with `DynamicCache`. At 8,192 tokens with 256 columns the cache is a tenth
-      larger in float32 and a sixth in bfloat16, or 40 and 70 per cent if four query heads share a key head. This share
-      falls with the length.
-    - What is bounded is what a token reads, but for the landmarks and the largest clusters, which grow with the square
-      root of the length. On a CPU (12 heads of 64, 256 columns) a token takes longer than with `DynamicCache` and exact
-      attention up to about 2,000 tokens, a third of the time at 8,192, and a tenth at 16,384.
+    look-ups. With `look_up` a layer keeps all keys, so that memory grows as with `DynamicCache`. What is bounded is
+    what a token reads: a window of `columns` keys, landmarks, and the keys of up to 47 clusters that its query chooses,
+    as in the causal form of nearfar. The landmarks and the largest clusters grow with the square root of the length.
+    The guide to language models has sizes and times.
 
     Layers that stay exact, or that the config chooses by name, keep the keys that `DynamicCache` keeps. Beam search and
     left padding work. A cache belongs to one sequence: call `reset()`, or make a new one, before the next.
@@ -304,4 +294,4 @@ class NearFarCache(Cache):
 
     def numel(self) -> int:
         """How many numbers the layers hold that do not stay exact."""
-        return sum(layer.numel() for layer in self.layers if isinstance(layer, NearFarLayer | LookUpLayer))
+        return sum(layer.numel() for layer in self.layers if isinstance(layer, _Layer))
