@@ -5,14 +5,8 @@ dropped on every save), nor for changing a model that was just made. `register` 
 
 - `PreTrainedConfig.efficient_attention` is an attribute, which `to_dict` contains together with the method's name, and
   `_attn_implementation` refuses methods for parts that a model does not have (`configs`).
-- `PreTrainedModel.post_init` of the outermost model and `set_attn_implementation` also switch the attention modules
-  (`switching.switch`), `_from_config` restores the config of a model that is refused, `get_correct_attn_implementation`
-  suggests the most similar name and refuses model classes that know only Transformers' own implementations, and
-  `_initialize_weights` also initializes learned parameters, and `_load_from_state_dict` refuses adapters whose learned
-  parameters would be left out (`switching`).
-- `GenerationMixin.init_continuous_batching` refuses models with a method of this package, and `generate` of Whisper
-  timestamps of tokens.
-- `DynamicCache.__init__` gives layers whose method decodes from a state their own kind of layer (`cache`).
+- `PreTrainedModel.post_init` of the outermost model and `set_attn_implementation` also switch the attention modules.
+  `switching.extend_classes` lists these and all other methods that are extended; their extensions say what they do.
 
 A switch numbers the attention modules and attaches the parameters that their method learns. A few kinds of modules also
 get a forward of their own (`own_forward`), a hook (`distance_bias`), or a subclass that asks the interface (`patched`).

@@ -133,15 +133,10 @@ def texts_of(begins: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def attend_by_text(
     compute: Callable[[QueryKeyValue, Tensor], Tensor], tensors: QueryKeyValue, begins: Tensor
 ) -> Tensor:
-    """Compute the attention of each text of packed rows by itself.
+    """Compute the attention (B, H, N, Dv) of each text of packed rows, tensors (B, H, N, .), by itself.
 
-    Args:
-        compute: maps queries, keys and values (T, H, L, .) and the bool mask (T, L) of their tokens to (T, H, L, Dv).
-        tensors: queries, keys and values (B, H, N, .) of the packed rows.
-        begins: bool (B, N), True for the first token of each text.
-
-    Returns:
-        (B, H, N, Dv).
+    `compute` maps queries, keys and values (T, H, L, .) of texts and the bool mask (T, L) of their tokens to
+    (T, H, L, Dv). `begins`, bool (B, N), is True for the first token of each text.
     """
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in tensors)  # (B N, H, .) each
     outs = []

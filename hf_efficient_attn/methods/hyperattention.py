@@ -4,12 +4,11 @@ The near field is Algorithm 1 (sortLSH). The far field is the uniform sampling o
 practical version: m sampled keys, each with weight (number of keys) / m for the queries whose near field does not
 contain it. Departures from the paper:
 
-- Each block of queries draws its keys from outside of its near field, so that no draw is lost and all keys have the
-  weight (number of keys outside) / m. `draw="independent"` and `columns="all"` draw from all keys, as in the paper.
+- Each block of queries draws its own keys, so that the errors of the blocks do not add up, without replacement
+  (systematic sampling) and from outside of its near field, so that no draw is lost and all keys have the weight (number
+  of keys outside) / m. `draw="independent"` and `columns="all"`, the paper's choices, draw from all keys.
 - A head has a window in place of the hash blocks where the exact rows of 32 queries show that the window holds more of
   their weight (`near_field="auto"`, the default).
-- Keys are drawn without replacement (systematic sampling), and each block of queries draws its own, so that the errors
-  of the blocks do not add up. `draw="independent"` and `columns="all"` are the paper's choices.
 - `hf_efficient_attn.ops.sampled_keys.causal` describes the causal form. In the paper's recursion later queries
   influence earlier outputs.
 """

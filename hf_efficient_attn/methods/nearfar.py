@@ -58,9 +58,7 @@ class NearFarConfig(MethodConfig):
     num_samples: int = option(96, "Landmarks that stand for all keys.", minimum=1)
     num_groups: int = option(128, "Groups of queries, rounded down to a power of two.", minimum=1)
     num_candidates: int = option(
-        2048,
-        "Evenly spaced keys from which landmarks are made, at least as many as landmarks.",
-        minimum=1,
+        2048, "Evenly spaced keys from which landmarks are made, at least as many as landmarks.", minimum=1
     )
     num_refinements: int = option(1, "Steps of Lloyd's algorithm for the landmarks.", minimum=0)
     num_probes: int = option(192, "Queries whose exact rows correct the output.", minimum=0)
@@ -99,9 +97,8 @@ class NearFarConfig(MethodConfig):
         sizes of the default config, but near keys in all heads: a smaller error in more time. `num_groups` and
         `num_candidates` grow with the budget if they are smaller.
 
-        The causal form attends to more than the budget: to half of it up to all of it in its window, to landmarks
-        whose number grows with the length, and to up to 47 clusters, but to 5 to 10 on activations of GPT-2
-        and MiniLM, of an eighth of the budget each.
+        The causal form attends to more than the budget: to up to 47 clusters of an eighth of it, on activations of
+        GPT-2 and MiniLM to 5 to 10.
         """
         near = 5 * self.check_budget(columns) // 8
         groups = max(self.num_groups, columns // 2)

@@ -20,7 +20,9 @@ that both fields have the same normalisation.
   and to the previous block. A scan over the blocks provides the features of all earlier blocks.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,14 +94,10 @@ def _plan(
 def forward(config: ScatterbrainConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
     is_causal = options.is_causal
-    call: dict[str, float] = {"scale": options.scale, "dropout_p": options.dropout_p}
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
     features = favor(config.num_features, options.scale, query.shape[3], Draws(options.seed, query.device))
     if options.distance_bias is not None:
-
-        def biased(query: Tensor, key: Tensor, value: Tensor, bias: Bias) -> Tensor:  # (BH, N, .)
-            size = config.block_size
-            return biased_block_attention(query, key, value, bias, features, size, **call)
-
+        biased = functools.partial(biased_block_attention, features=features, size=config.block_size, **call)
         return without_padding(biased, query, key, value, options, config.exact_length)
 
     def form(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -42,9 +42,7 @@ class Chooser(NamedTuple):
     """Chooses how calls are computed."""
 
     config: MethodConfig  # the method
-    # Calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is faster on
-    # this machine.
-    min_length: int | None
+    min_length: int | None  # as in `replace_sdpa`
 
     def choose(
         self, tensors: Sequence[Tensor], mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool

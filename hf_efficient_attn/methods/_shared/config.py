@@ -50,8 +50,7 @@ class MethodConfig:
 
     Attributes:
         text: `to_dict()` as Python code.
-        compute_dtype: a hyperparameter of all methods. "bfloat16": float32 queries, keys and values are cast to it on
-            devices and processors that multiply it fast, and the output back to float32.
+        compute_dtype: a hyperparameter of all methods. "bfloat16" is for devices and processors that multiply it fast.
         method: the name of the method, which is also its `attn_implementation` in Transformers.
         title: the name as it is written in the text of documents.
         paper: authors, venue and year of the paper.
@@ -272,12 +271,11 @@ class AttentionOptions(NamedTuple):
             and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
         parameters: the learned parameters by name; empty for a method that learns none. Parameters of heads belong to
             the heads of the call.
-        distance_bias: (H, 2R + 1), the bias of the scores of each head for the distances -R to R of the key from the
-            query. Larger distances have the bias for -R or R. None for no bias. Only methods whose config says
+        distance_bias: (H, 2R + 1), as in `attention`; None for no bias. Only methods whose config says
             `adds_distance_bias` get one.
-        sinks: (H,), attention sinks: the score of one more key of each head, whose value is 0; or None. Only methods
-            whose config says `knows_lse` get them. A form does not use their values: it returns the lse of each query
-            as one more column of its output, (B, H, Nq, Dv + 1), in float32, or float64 for float64 inputs.
+        sinks: (H,), as in `attention`, or None. Only methods whose config says `knows_lse` get them. A form does not
+            use their values: it returns the lse of each query as one more column of its output, (B, H, Nq, Dv + 1), in
+            float32, or float64 for float64 inputs.
         first_query: the first query whose output is used. A causal form may leave out the outputs of those before it.
         with_lse: whether there are sinks, so that the forms return the lse as well.
     """
@@ -301,10 +299,9 @@ class HiddenProjections(NamedTuple):
     to_value: Callable[[Tensor], Tensor]
 
 
-# forward(config, query, key, value, options) with query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv)
-# returns the output (B, H, Nq, Dv).
+# See `register_method`.
 AttentionForward: TypeAlias = Callable[[ConfigT, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-# A state is a named tuple of tensors (B, H_kv, ...).
+# See `Recurrence`.
 State: TypeAlias = tuple[Tensor, ...]
 
 

@@ -16,6 +16,7 @@ Departures from the paper, in which all sequences have M tokens:
 There is no causal form, because a contracted key contains tokens of the future.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -119,26 +120,21 @@ class FlurkaConfig(ProjectionConfig):
 
 
 def _attend(
-    config: FlurkaConfig,
-    form: str,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    options: AttentionOptions,
-    key_mask: Tensor | None = None,
+    config: FlurkaConfig, form: str, tensors: Sequence[Tensor], options: AttentionOptions, key_mask: Tensor | None
 ) -> Tensor:
-    """Call a form of the kernel's method.
+    """Call a form of the kernel's method with queries and contracted keys and values.
 
     `options` has the mask of the tokens, which also masks as many queries, as in self-attention. `key_mask` (B, P)
     masks contracted keys.
     """
+    query = tensors[0]
     parameters = {name: x for name, x in options.parameters.items() if name not in NAMES}
     masks = []
     if config.averages_queries:
         is_masked = options.key_mask is not None and query.shape[2] == options.key_mask.shape[1]
         masks.append(options.key_mask if is_masked else torch.ones_like(query[:, 0, :, 0], dtype=torch.bool))
     options = options._replace(key_mask=key_mask, is_causal=False, parameters=parameters)
-    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), query, keys, values, options, *masks)
+    out: Tensor = getattr(get_method(config.kernel), form)(config.kernel_config(), *tensors, options, *masks)
     return out
 
 
@@ -149,7 +145,7 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     keys = both[0].project(key)  # (B, H, P, D)
     values = both[1].project(value)  # (B, H, P, Dv)
     key_mask = projected_key_mask(both, key.shape[0])  # (B, P)
-    return _attend(config, "forward", query, keys, values, options, key_mask).to(value.dtype)  # (B, H, Nq, Dv)
+    return _attend(config, "forward", (query, keys, values), options, key_mask).to(value.dtype)  # (B, H, Nq, Dv)
 
 
 def forward_hidden_states(
@@ -174,7 +170,7 @@ def forward_hidden_states(
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(query.device.type, enabled=False):
-        return _attend(config, "forward", query, keys, values, options, key_mask).to(query.dtype)
+        return _attend(config, "forward", (query, keys, values), options, key_mask).to(query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -184,7 +180,7 @@ def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, optio
     for b, (keys, values) in enumerate(naive_contraction(tables(config, key.shape[2], options), key, value, mask)):
         given = options._replace(key_mask=None if mask is None else mask[b : b + 1])
         own = query[b : b + 1].double(), keys[None], values[None]  # (1, H, Nq, D), (1, H, p, D), (1, H, p, Dv)
-        outs.append(_attend(config, "naive", *own, given))
+        outs.append(_attend(config, "naive", own, given, None))
     return torch.cat(outs).to(value.dtype)  # (B, H, Nq, Dv)
 
 

@@ -121,9 +121,7 @@ def register_method(
         hf-efficient-attn info first_keys --import my_method.py
 
     Args:
-        config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
-            all with defaults, sets the facts about the method as class attributes, and defines `budget` or
-            `with_budget`.
+        config_class: the hyperparameters and the facts about the method, as `MethodConfig` says.
         forward: the fast form. forward(config, query, key, value, options) returns the output (B, H, Nq, Dv) for query
             (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv) and `AttentionOptions`. The inputs have been checked,
             keys and values have as many heads as the queries, and they are 0 wherever `options.key_mask` is False.
@@ -275,13 +273,12 @@ def _no_method(value: object) -> str:
             "torch.nn.functional.scaled_dot_product_attention"
         )
     if isinstance(value, (Tensor, nn.Module)):
-        orders = (
-            "before the tensors: hea.attention(method, query, key, value)",
-            "after the model: hea.convert(model, method)",
-        )
+        order = "before the tensors: hea.attention(method, query, key, value)"
+        if isinstance(value, nn.Module):
+            order = "after the model: hea.convert(model, method)"
         return (
             f"a {type(value).__name__} is no attention method: give a name from hea.available_methods(), or a method's "
-            f"config, {orders[isinstance(value, nn.Module)]}"
+            f"config, {order}"
         )
     return unknown_method(value, METHODS)
 
