@@ -112,13 +112,12 @@ def exactly(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     """Compute exact attention (B, H, Nq, Dv), by PyTorch's function if that takes the mask and stores no pairs."""
     mask, is_causal, scale, dropout_p = options[:4]
     with_lse = options.with_lse
+    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "with_lse": with_lse}
     if options.distance_bias is not None:
-        bias = options.distance_bias
-        return biased_exact(query, key, value, bias, mask, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
+        return biased_exact(query, key, value, options.distance_bias, mask, **call)
     # PyTorch's causal kernel gives NaN unless the scale is positive.
     if with_lse or dropout_p or (is_causal and (mask is not None or scale <= 0.0)) or query.shape[3] != value.shape[3]:
         flat = _flatten(query, key, value, mask)
-        call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "dropout_p": dropout_p, "with_lse": with_lse}
         return torch.unflatten(exact_attention(*flat, **call), 0, query.shape[:2])  # (B, H, Nq, Dv)
     if mask is None:
         return scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
