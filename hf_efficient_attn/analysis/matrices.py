@@ -1,7 +1,4 @@
-"""Dense attention matrices in float64, their norms, exact outputs, and the errors of methods on tensors.
-
-Parts of `hea.analysis`. Matrices that do not fit in memory are refused.
-"""
+"""Dense attention matrices, their norms, exact outputs, and the errors of methods, in float64; parts of `hea.analysis`."""
 
 import math
 from typing import Any, NamedTuple

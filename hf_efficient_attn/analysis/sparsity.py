@@ -1,9 +1,4 @@
-"""Are attention matrices of low rank, and are the entries of Gaussian kernel matrices concentrated?
-
-Parts of `hea.analysis`. The source of the second question is "Improved Algorithms for Kernel Matrix-Vector
-Multiplication under Sparsity Assumptions" (2024; called the sparsity paper below), section 4. Its matrices are dense,
-(n, n) in float64.
-"""
+"""Stable ranks, and the concentration of the entries of Gaussian kernel matrices; `hea.analysis` names the papers."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -70,11 +65,7 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 
 
 def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
-    """The ratios from logarithms of kernel matrices, (chunk, n, n) -> (chunk, n - first + 1).
-
-    Only the n largest entries of the current prefix are kept from one prefix to the next: the head of a longer prefix
-    never has more than n entries.
-    """
+    """The ratios from logarithms of kernel matrices, (chunk, n, n) -> (chunk, n - first + 1)."""
     num_tokens = log_kernel.shape[-1]
     new = log_kernel[:, :first, :first].flatten(1)
     total, largest, ratios = new.logsumexp(1), new[:, :0], []
@@ -82,6 +73,7 @@ def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
         if i > first:
             new = torch.cat((log_kernel[:, i - 1, :i], log_kernel[:, : i - 1, i - 1]), 1)
             total = torch.logaddexp(total, new.logsumexp(1))
+        # The head of a longer prefix never has more than n entries.
         largest = torch.cat((largest, new), 1)
         largest = largest.topk(min(num_tokens, largest.shape[1]), 1).values
         # In logarithms, so that the sums of a prefix with small entries do not underflow.
@@ -98,17 +90,13 @@ def order_statistics_ratio(query: Tensor, key: Tensor, *, scale: float | None = 
     much smaller than every entry of the head. The paper finds medians of about 20 and of 1. Its computation meets
     divisions by zero; the logarithms used here do not.
 
-    Args:
-        query: (..., n, D), without padding, n at least 2.
-        key: (..., n, D), of the same shape.
-        scale: factor of the scores; 1/sqrt(D) by default.
+    The arguments are those of `head_to_tail`.
 
     Returns:
         OrderRatios of float64 (...).
 
     Raises:
-        UnsupportedAttentionError: shapes that do not match, fewer than 2 tokens, or too many tokens for dense (n, n)
-            matrices.
+        UnsupportedAttentionError: as `head_to_tail`, for fewer than 2 tokens.
     """
     _check_tokens(query, key)
     num_tokens = query.shape[-2]
@@ -161,15 +149,10 @@ def stable_rank(matrix: Tensor) -> Tensor:
     Raises:
         UnsupportedAttentionError: not a floating-point matrix, or one that does not fit in memory.
     """
-    _check_matrix("stable_rank", matrix)
-    largest = operator_norm(matrix)
-    return torch.where(largest > 0, (torch.linalg.matrix_norm(matrix.double()) / largest).square(), 0.0)
-
-
-def _check_matrix(function: str, matrix: Tensor) -> None:
-    """Check that `matrix` is a floating-point tensor (..., N, M) that fits in memory as float64."""
     if matrix.ndim < 2 or not matrix.is_floating_point():
         raise UnsupportedAttentionError(
-            f"{function}: give a floating-point tensor (..., N, M); got {matrix.dtype} {tuple(matrix.shape)}"
+            f"stable_rank: give a floating-point tensor (..., N, M); got {matrix.dtype} {tuple(matrix.shape)}"
         )
-    check_dense(function, *matrix.shape)
+    check_dense("stable_rank", *matrix.shape)
+    largest = operator_norm(matrix)
+    return torch.where(largest > 0, (torch.linalg.matrix_norm(matrix.double()) / largest).square(), 0.0)
