@@ -249,8 +249,7 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
 
 def timing_of(row: Mapping[str, Any]) -> timing.Timing:
     """The times of a row of "measurements"."""
-    ratio, low, high = row["speed_up"], row["speed_up_min"], row["speed_up_max"]
-    return timing.Timing(row["seconds"], row["seconds"] * ratio, ratio, low, high)
+    return timing.Timing(*(row[key] for key in ("seconds", "speed_up", "speed_up_min", "speed_up_max")))
 
 
 def conclude(measurements: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
@@ -329,10 +328,13 @@ def _settings(
     # In an encoder-decoder the conversion checks each layer.
     is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
     if methods is None:
-        has_bias = any(distance_bias.has_distance_bias(type(module)) for module in modules)
-        facts = {"takes_pictures": capture.takes_pictures(model), "has_distance_bias": has_bias}
-        facts["has_sinks"] = any(map(models.has_sinks, modules))
-        configs = defaults.default_configs("compare", is_causal=is_causal, **facts)
+        summary = capture.AttentionSummary(
+            is_causal=is_causal,
+            takes_pictures=capture.takes_pictures(model),
+            has_distance_bias=any(distance_bias.has_distance_bias(type(module)) for module in modules),
+            has_sinks=any(map(models.has_sinks, modules)),
+        )
+        configs = defaults.default_configs("compare", summary)
         methods = {defaults.method_label(config): config for config in configs}
     settings = {label: as_settings(config) for label, config in methods.items()}
     entries = [entry.config for one in settings.values() for entry in one.entries]

@@ -249,10 +249,10 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
 class AttentionSummary(NamedTuple):
     """Facts about a model's attention, observed in one forward pass."""
 
-    layers: tuple[Layer, ...]  # that compute attention, in order
-    is_causal: bool  # whether some of them are causal
-    is_rectangular: bool  # whether some modules have fewer keys than queries by construction
-    max_kv_len: int  # the largest number of keys
+    layers: tuple[Layer, ...] = ()  # that compute attention, in order
+    is_causal: bool = False  # whether some of them are causal
+    is_rectangular: bool = False  # whether some modules have fewer keys than queries by construction
+    max_kv_len: int = 0  # the largest number of keys
     calls: tuple[Call, ...] = ()  # of attention modules in their order, with tensors that hold no numbers
     takes_pictures: bool = False  # whether the model's inputs are pictures
     causal_layers: frozenset[Layer] = frozenset()

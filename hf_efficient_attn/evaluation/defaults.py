@@ -32,33 +32,25 @@ def default_methods(*, purpose: str | None = None) -> list[str]:
     return [info.name for info in ranked if purpose is None or purpose in info.config_class.default_for]
 
 
-def default_configs(
-    purpose: Literal["compare", "calibrate"],
-    *,
-    is_causal: bool,
-    takes_pictures: bool,
-    has_distance_bias: bool,
-    has_sinks: bool,
-    is_rectangular: bool = False,
-) -> list[MethodConfig]:
+def default_configs(purpose: Literal["compare", "calibrate"], summary: AttentionSummary) -> list[MethodConfig]:
     """Configs of the default methods for a model: "compare" gives one of each, "calibrate" the fastest first.
 
     In bidirectional attention "calibrate" gives all variants of each. Classifiers of pictures read the first token,
-    which therefore has to attend to all tokens: methods that have global tokens get one. The facts about the model are
-    those of an `AttentionSummary`.
+    which therefore has to attend to all tokens: methods that have global tokens get one.
     """
+    is_causal = summary.is_causal
     infos = map(method_info, default_methods(purpose=purpose))
-    suitable = [info for info in infos if info.causal >= is_causal and info.rectangular >= is_rectangular]
+    suitable = [info for info in infos if info.causal >= is_causal and info.rectangular >= summary.is_rectangular]
     configs = [make_config(info.name) for info in suitable]
     if purpose == "calibrate":
         configs.sort(key=lambda config: config.default_rank or 0)
         variants = [(config, ({},) if is_causal else config.default_variants) for config in configs]
         configs = [make_config(config, **values) for config, several in variants for values in several]
-    if takes_pictures:
+    if summary.takes_pictures:
         configs = [make_config(one, global_tokens=1) if hasattr(one, "global_tokens") else one for one in configs]
-    if has_distance_bias:
+    if summary.has_distance_bias:
         configs = [one for one in configs if one.adds_distance_bias and one.adds_causal_bias >= is_causal]
-    return [one for one in configs if one.knows_lse >= has_sinks]
+    return [one for one in configs if one.knows_lse >= summary.has_sinks]
 
 
 def method_label(config: MethodConfig) -> str:
@@ -83,8 +75,7 @@ def make_candidates(
     """
     is_causal = summary.is_causal and not (each_layer and set(summary.layers) - summary.causal_layers)
     if methods is None:
-        facts = ("is_rectangular", "takes_pictures", "has_distance_bias", "has_sinks")
-        configs = default_configs("calibrate", is_causal=is_causal, **{x: getattr(summary, x) for x in facts})
+        configs = default_configs("calibrate", summary._replace(is_causal=is_causal))
     else:
         configs = configs_of(methods)
         if not configs:

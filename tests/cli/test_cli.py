@@ -21,7 +21,7 @@ from each import refuses
 from helpers.commands import NOTHING_COMPLETE, command, interrupt, refused, run_json, shown
 from hf_efficient_attn import cli
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import comparison, defaults
+from hf_efficient_attn.evaluation import capture, comparison, defaults
 from hf_efficient_attn.integration.layers import parse_layers
 from hf_efficient_attn.methods import learns
 
@@ -122,10 +122,9 @@ def test_default_methods():
     """The default methods support the model and have no learned parameters; the variants are sorted by speed."""
     assert defaults.default_methods(purpose="demo") == ["auto", "nearfar"]
     for is_causal, is_rectangular in itertools.product((False, True), repeat=2):
-        options = {"is_causal": is_causal, "is_rectangular": is_rectangular}
-        options |= {"takes_pictures": False, "has_distance_bias": False, "has_sinks": False}
-        compared = [one.method for one in defaults.default_configs("compare", **options)]
-        variants = defaults.default_configs("calibrate", **options)
+        summary = capture.AttentionSummary(is_causal=is_causal, is_rectangular=is_rectangular)
+        compared = [one.method for one in defaults.default_configs("compare", summary)]
+        variants = defaults.default_configs("calibrate", summary)
         names = {config.method for config in variants}
         assert names <= set(defaults.default_methods(purpose="calibrate"))
         assert {"auto", "nearfar"} <= set(compared) <= set(defaults.default_methods(purpose="compare"))

@@ -316,7 +316,7 @@ def test_compiled_models_neither_warn_nor_break():
 )
 def test_calibrate_warns_if_nothing_is_saved(ratio, low, high, message, monkeypatch):
     measured = []
-    speed = timing.Timing(1.0, ratio, ratio, low, high)
+    speed = timing.Timing(1.0, ratio, low, high)
     monkeypatch.setattr(calibration, "measure_speed", lambda *given: measured.append(given) or speed)
     model, options = tiny_model("bert"), {"max_error": 5.0, "methods": ["longformer"], "budgets": [16]}
     with warnings.catch_warnings():

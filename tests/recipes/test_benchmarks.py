@@ -31,7 +31,7 @@ def measured(monkeypatch):
     def measure(configs, case, *_):
         calls.append((case, {label: config.to_dict() for label, config in configs.items()}))
         taken = {label: seconds.get(label, 0.01) for label in ("sdpa", *configs)}
-        return {label: timing.Timing(s, 1.0, 1.0 / s, 1.0 / s, 1.0 / s) for label, s in taken.items()}
+        return {label: timing.Timing(s, 1.0 / s, 1.0 / s, 1.0 / s) for label, s in taken.items()}
 
     monkeypatch.setattr(attention, "measure", measure)
     return calls, seconds
