@@ -1,4 +1,4 @@
-"""Dense attention matrices, their norms, exact outputs, and the errors of methods, in float64; parts of `hea.analysis`."""
+"""Dense attention matrices, their norms, exact outputs, and errors of methods, in float64; parts of `hea.analysis`."""
 
 import math
 from typing import Any, NamedTuple

@@ -139,10 +139,6 @@ def _short(error: float) -> str:
     return f"{error:.2f}".removeprefix("0")
 
 
-def _budget(columns: int | None) -> str:
-    return "as it is" if columns is None else f"{columns} columns"
-
-
 def _report(result: dict[str, Any]) -> list[str]:
     """What follows the table: what it contains, the recommendation, what to expect of it, and the command for it."""
     from hf_efficient_attn.evaluation.calibration import HOW_TO_SAVE
@@ -167,11 +163,10 @@ def _report(result: dict[str, Any]) -> list[str]:
         exact = f"Recommendation: keep the model exact. No method keeps an error of {limit} in any layer."
         return [*lines, f"{exact} Allow a larger error, or give larger --budgets."]
     lines.append(f"Recommendation for errors below {limit} on unseen inputs of up to {found['tokens']} tokens:")
-    lines += [
-        f"    {one['layer']}: {one['attention']}, {_budget(one['columns'])}, error {_short(one['error'])} (unseen: at "
-        f"most {_short(one['bound'])})"
-        for one in found["layers"]
-    ]
+    for one in found["layers"]:
+        budget = "as it is" if one["columns"] is None else f"{one['columns']} columns"
+        errors = f"error {_short(one['error'])} (unseen: at most {_short(one['bound'])})"
+        lines.append(f"    {one['layer']}: {one['attention']}, {budget}, {errors}")
     if found["exact_layers"]:
         lines.append(f"    {ranges(found['exact_layers'])}: exact")
     lines.append(f"Expected: mean error {_short(found['error'])} in the converted layers.")

@@ -1,8 +1,7 @@
 """`hf-efficient-attn analyze`: properties of the attention in each layer and head, and the errors of methods there.
 
 Measured are the stable rank of the attention matrix (KDEformer, section 3.4), the ratio of the tail of the Gaussian
-kernel matrix to its head (assumption A of the sparsity paper, see `sparsity`), and the relative operator norm of the
-error for methods and budgets. From the errors follows one recommendation: which layers can use which method.
+kernel matrix to its head (assumption A of `hea.analysis`), and the relative operator norm of the error.
 """
 
 import contextlib
@@ -59,8 +58,7 @@ def analyze(
     `hea.calibrate`. With `per_layer`, each layer gets the fastest method and budget that keeps the limit. Otherwise,
     all layers that keep it get the same: the method and budget with which the model is fastest. The default budgets are
     64, 128, 256 and 512 columns, and each method as it is given, whose errors are not in "layers". The functions of
-    `execution` get `about` and "tokens" of the result, and each complete entry of "layers". `about` is what is known of
-    the model and the data, for the result.
+    `execution` get `about`, a part of the result, with "tokens", and each complete entry of "layers".
 
     Returns:
         a dictionary for JSON:

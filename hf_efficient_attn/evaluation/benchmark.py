@@ -1,10 +1,9 @@
 """`hf-efficient-attn benchmark`: what methods gain and cost in a model, on the user's machine and data.
 
-Every method is compared with exact attention in copies of the model that share its weights (`comparison`). Errors are
-those of single layers on their inputs in the exact model. Agreement compares the outputs of the whole model with those
-of exact attention and needs no labels: the cosine of mean-pooled embeddings, the ratio of perplexities, or the share of
-inputs for which the same class, or the same token at a masked position, is most likely. Embeddings of long texts are
-also compared with what needs no long attention: the mean of the embeddings of pieces as long as the model's positions.
+Every method is compared with exact attention in copies of the model that share its weights (`comparison`). Agreement
+compares the outputs of the whole model and needs no labels: the cosine of mean-pooled embeddings, the ratio of
+perplexities, or the share of inputs for which the same class, or the same token at a masked position, is most likely.
+Embeddings of long texts are also compared with what needs no long attention: the mean of the embeddings of pieces.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """The choice among methods and budgets for the layers of a model, by their errors and times.
 
-A candidate is accepted in a layer if its error stays below a limit on unseen sequences. Of those that are accepted, the
-fastest on this machine is chosen. "Keys per query" are no cost: methods differ in what they do besides.
+Of the candidates whose error stays below a limit on unseen sequences, the fastest on this machine is chosen. "Keys per
+query" are no cost: methods differ in what they do besides.
 """
 
 import functools
@@ -157,14 +157,8 @@ def _logs(errors: Errors, max_error: float) -> list[float]:
     return [math.log(max(error, max_error / 100)) for error in errors.values()]
 
 
-def spread(
-    table: Mapping[tuple[Layer, Candidate], Errors], candidate: Candidate, max_error: float, assumed: float
-) -> float:
-    """Standard deviation between sequences of a candidate's log errors, pooled over the layers.
-
-    `assumed` counts as one more observation. The candidates that are chosen are those whose few sequences
-    happen to be alike, and later sequences differ more.
-    """
+def spread(table: ErrorTable, candidate: Candidate, max_error: float, assumed: float) -> float:
+    """The deviation between sequences of a candidate's log errors, pooled over layers; `assumed` is one observation."""
     squares, count = assumed**2, 1
     for (_, other), errors in table.items():
         if other == candidate and len(errors) > 1:

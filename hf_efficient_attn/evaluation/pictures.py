@@ -1,4 +1,4 @@
-"""The pictures of `hf-efficient-attn benchmark` and `analyze`."""
+"""The pictures of `hf-efficient-attn benchmark`, `analyze` and `distill`."""
 
 import math
 import pathlib
@@ -140,6 +140,25 @@ def draw_analysis(result: Mapping[str, Any], path: pathlib.Path) -> None:
     figure.suptitle(title_of(result))
     with replacing(path) as draft:
         figure.savefig(draft, dpi=120)
+
+
+def draw_distillation(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Draw the errors of the result of `distill_checkpoint`."""
+    from matplotlib.figure import Figure  # an optional dependency
+
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    axes = figure.subplots()
+    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in result["layers"]]
+    for offset, key, color in ((-0.2, "before", "#d55e00"), (0.2, "after", "#0072b2")):
+        errors = [float("nan") if entry[key] is None else entry[key] for entry in result["layers"]]
+        axes.bar([i + offset for i in range(len(names))], errors, width=0.4, color=color, label=key)
+    axes.set_xticks(range(len(names)), names, rotation=60 if max(map(len, names)) > 3 else 0)
+    axes.set(xlabel="layer", ylabel="relative error of the output", title="Error on held-out data: lower is better")
+    axes.legend(frameon=False)
+    data = f"{result['data']['name']}, {result['tokens']} tokens"
+    figure.suptitle(f"{result['source']} with {result['attention']} on {data}", fontsize="medium")
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=150)
 
 
 def title_of(result: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import signal
 import statistics
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,21 +18,21 @@ from torch import nn
 from tqdm import tqdm
 
 from hf_efficient_attn.conversion.checkpoint import Conversion
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation import defaults, timing
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
+from hf_efficient_attn.evaluation import defaults, pictures, timing
 from hf_efficient_attn.evaluation.data import Files
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.integration.layers import Layer
-from hf_efficient_attn.io.writing import check_drawing, replacing, write_results
+from hf_efficient_attn.io.writing import check_drawing, check_takes_files, replacing, write_results
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import finetuning, steps
 from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
-from hf_efficient_attn.training.state import SavedState
 
 FORMAT = 1
 # A state of another format cannot be continued.
 FORMAT_OF_STATE = 4
+_AGAIN = "--restart discards it and starts again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,66 @@ def distill_checkpoint(plan: Plan, execution: Execution) -> dict[str, Any]:
         return run.write()
 
 
+class _SavedState:
+    """The state in the folder OUTPUT.partial, which is read when this is made, unless the plan discards it.
+
+    A state whose checkpoint is written serves only a training with more steps than it has; else it is as if there were
+    none. A folder in which no state can be saved, and a state that cannot be read, are refused.
+
+    Attributes:
+        folder: the folder.
+        saved: what `save` got, or None.
+        rows: the number of inputs of the data that the state was made with.
+        held_out: the batches that the training of the state has held out.
+        is_longer: whether the training goes on beyond the steps of the state, before its second stage.
+    """
+
+    def __init__(self, plan: Plan, output: pathlib.Path) -> None:
+        self.folder = output.with_name(f"{output.name}.partial")
+        self._file = self.folder / "state.pt"
+        check_takes_files(self.folder, f"the state of the training in {self.folder}")
+        self.saved: dict[str, Any] | None = None
+        self.rows, self.is_longer = 0, False
+        self.held_out: range | None = None
+        if plan.restart or not self._file.is_file():
+            return
+        with refusing(f"the state in {self.folder} cannot be read: {_AGAIN}"):
+            saved = dict(torch.load(self._file, map_location="cpu", weights_only=True))
+            self.is_longer = plan.steps > saved["request"]["steps"] and len(saved["stages"]) < 2
+            if self.is_longer or not saved["is_written"]:
+                self.saved, self.rows, self.held_out = saved, saved["rows"], range(*saved["held_out"])
+
+    def check(self, request: Mapping[str, Any], options: Collection[str]) -> None:
+        """Refuse a state of another request: plain values by names, of which `options` are those of options."""
+        before = request if self.saved is None else self.saved["request"]
+        names = [
+            f"--{key.replace('_', '-')} {before.get(key)}" if key in options else f"other {key}"
+            for key, value in request.items()
+            if before.get(key) != value and not (key == "steps" and self.is_longer)
+        ]
+        if names:
+            raise UnsupportedAttentionError(
+                f"{self.folder} holds the state of a distillation with {', '.join(names)}: repeat the command that it "
+                f"began with, and it continues, also with more --steps; {_AGAIN}"
+            )
+
+    def save(self, values: Mapping[str, Any]) -> None:
+        """Replace the saved state as a whole."""
+        if steps.process_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._file) as draft, draft.open("wb") as file:
+                torch.save(dict(values), file)
+        steps.wait_for_processes()
+
+    def remove(self) -> None:
+        """Remove the saved state, and its folder unless that holds anything else."""
+        if steps.process_rank() == 0:
+            self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+        steps.wait_for_processes()
+
+
 class _CheckpointRun:
     """The work of `distill_checkpoint`, whose arguments it takes."""
 
@@ -126,7 +186,7 @@ class _CheckpointRun:
         self.model, checked = (model := conversion.model), conversion.checked
         refuse_converted(model)
         conversion.extend()
-        self._state = state = SavedState(conversion.place.path, plan.steps, is_discarded=plan.restart)
+        self._state = state = _SavedState(plan, conversion.place.path)
         if plan.write_now and state.saved is None:
             raise UnsupportedAttentionError(f"--write-now: no state is saved in {state.folder}: train first")
         size = plan.length, plan.batch_size, plan.num_batches * steps.world_size()
@@ -279,7 +339,8 @@ class _CheckpointRun:
         report: dict[str, Any] = {"distillation": result}
         if steps.process_rank() == 0:
             nn.Module.to(self.model, "cpu")
-            report |= self._conversion.write(add_files=partial(write_results, result, name="distillation", draw=_draw))
+            results = partial(write_results, result, name="distillation", draw=pictures.draw_distillation)
+            report |= self._conversion.write(add_files=results)
         is_kept = self._plan.options.finetuning is None
         if result["complete"] and is_kept:
             self._save(is_written=True)
@@ -311,22 +372,3 @@ def _noting_interruption() -> Iterator[threading.Event]:
         if callable(before):  # not ignored
             signal.signal(signal.SIGINT, note)
         yield noted
-
-
-def _draw(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draw the errors of the result of `distill_checkpoint`."""
-    from matplotlib.figure import Figure  # an optional dependency
-
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.subplots()
-    names = [entry["name"] if entry["layer"] is None else str(entry["layer"]) for entry in result["layers"]]
-    for offset, key, color in ((-0.2, "before", "#d55e00"), (0.2, "after", "#0072b2")):
-        errors = [float("nan") if entry[key] is None else entry[key] for entry in result["layers"]]
-        axes.bar([i + offset for i in range(len(names))], errors, width=0.4, color=color, label=key)
-    axes.set_xticks(range(len(names)), names, rotation=60 if max(map(len, names)) > 3 else 0)
-    axes.set(xlabel="layer", ylabel="relative error of the output", title="Error on held-out data: lower is better")
-    axes.legend(frameon=False)
-    data = f"{result['data']['name']}, {result['tokens']} tokens"
-    figure.suptitle(f"{result['source']} with {result['attention']} on {data}", fontsize="medium")
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=150)

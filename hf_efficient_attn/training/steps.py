@@ -213,6 +213,12 @@ def process_rank() -> int:
     return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
+def wait_for_processes() -> None:
+    """Wait until all processes have come here."""
+    if world_size() > 1:
+        torch.distributed.barrier()
+
+
 def mean_over_processes(x: Tensor) -> Tensor:
     """The mean of a tensor over the processes, in place."""
     torch.distributed.all_reduce(x)

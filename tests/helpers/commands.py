@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from converted import save, tokenizer_for  # noqa: F401 (for the tests)
 from hf_efficient_attn import cli
 from hf_efficient_attn.evaluation import pictures, timing
-from hf_efficient_attn.training import distill_checkpoint
 from tiny_models import tiny_model
 
 WORDS = [f"w{i}" for i in range(5, 55)]
@@ -99,9 +98,9 @@ def same(first, second) -> bool:
 def _quick(request, monkeypatch):
     """Time single calls, which otherwise are repeated for a tenth of a second, and draw only for tests of `figures`."""
     monkeypatch.setattr(timing, "calls_to_time", lambda work, first=None: 1)
-    drawings = [(pictures, "draw_benchmark"), (pictures, "draw_analysis"), (distill_checkpoint, "_draw")]
-    for module, name in drawings if "figures" not in request.fixturenames else ():
-        monkeypatch.setattr(module, name, lambda result, path: path.write_bytes(b""))
+    drawings = ("draw_benchmark", "draw_analysis", "draw_distillation")
+    for name in drawings if "figures" not in request.fixturenames else ():
+        monkeypatch.setattr(pictures, name, lambda result, path: path.write_bytes(b""))
 
 
 @pytest.fixture(scope="session")
