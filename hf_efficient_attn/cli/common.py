@@ -210,11 +210,10 @@ def main_of(application: typer.Typer, name: str, arguments: Sequence[str] | None
 
 
 def until_interrupted(work: Callable[[], ResultT], threads: int | None) -> tuple[ResultT, int]:
-    """Do long work that Ctrl-C ends early, so that the command prints and writes what is complete.
+    """Do long work that Ctrl-C ends early. Returns the result, or its complete part, and the exit status, 0 or 130.
 
-    `threads` is the value of --threads. `work` raises `evaluation.progress.Interrupted` with the partial result. The
-    command shows the result and ends with `typer.Exit(status)`. If nothing is complete, it ends with an error that says
-    so. Returns the result or the partial result, and the exit status: 0 or 130.
+    `threads` is the value of --threads. `work` raises `evaluation.progress.Interrupted` with the partial result. If
+    nothing is complete, the command ends with an error that says so.
     """
     from hf_efficient_attn.evaluation.progress import Interrupted
     from hf_efficient_attn.evaluation.timing import use_threads
@@ -262,9 +261,8 @@ def bold(text: str) -> str:
 class LiveTable:
     """A Markdown table that is printed row by row; on a terminal, with a bold header.
 
-    The header is printed at once. Rows can be added while a tqdm bar is shown on stderr. `widths` are the expected
-    widths of the cells. A wider title makes its column wider; a row with a wider cell is longer than the others. The
-    columns with the titles in `left` are aligned to the left, all others to the right, as numbers.
+    `widths` are the expected widths of the cells; a row with a wider cell is longer than the others. The columns with
+    the titles in `left` are aligned to the left, all others to the right, as numbers.
     """
 
     def __init__(self, headers: Sequence[str], widths: Sequence[int], *, left: Collection[str] = ()) -> None:

@@ -27,10 +27,9 @@ class TrainingData(ModelData):
     """At most `num_batches` batches of windows of a text, or of pictures, for the model of a checkpoint folder.
 
     `data`, `length` and `batch_size` are data, length and batch size of `Plan`; None for as many tokens as the model
-    takes, at most 2,048, or those of pictures of the size that the model was trained with. Refused are a file that
-    cannot be read, too few batches, a length that the model cannot have, and a model without a tokenizer or image
-    processor. `held_out` are the batches that a shorter training of the same data has held out, which this one does not
-    learn from either.
+    takes, at most 2,048, or those of pictures of the size that the model was trained with. Besides what `ModelData`
+    refuses, too few batches and a length that the model cannot have are refused. `held_out` are the batches that a
+    shorter training of the same data has held out, which this one does not learn from either.
 
     Attributes:
         tokens: the number of tokens of an input, for pictures the nearest possible one.

@@ -1,11 +1,8 @@
 """Switching a model from one attention to another during training, together with everything that uses its parameters.
 
 Parameters that both attentions share remain the same objects, so that the optimizer keeps their state. Parameter
-groups, data-parallel wrappers and compiled graphs are updated.
-
-New parameters can be distilled: they imitate the attention before the switch on batches of training data, layer by
-layer as in `hea.distill`. Shared parameters keep their values, which are a part of that attention. A distillation
-depends only on the model, the batches and the options, so that a resumed training repeats it exactly.
+groups, data-parallel wrappers and compiled graphs are updated. A distillation depends only on the model, the batches
+and the options, so that a resumed training repeats it exactly.
 """
 
 import contextlib
