@@ -132,9 +132,8 @@ class _Analysis:
     def _visit(self, steps: Iterator[Step], call: capture.Call) -> None:
         """Measure in a call what the next step asks for."""
         step = next(steps, None)
-        if step is None and self._done:
-            raise TimeoutError  # the rest does not fit into the time
-        assert step is not None  # the first step is always carried out
+        if step is None:
+            raise TimeoutError  # the rest does not fit into the time; the first step is always carried out
         some: _Visit = step.key
         rows, values = call.rows(some.rows), self._values[call.name]
         for candidate, errors in self._study.add(rows, some.candidates, some.rows.start).items():
@@ -201,7 +200,6 @@ class _Analysis:
     def _recommended(
         self, chosen: Mapping[Layer, choices.Choice], settings: EfficientAttentionConfig, *, is_over: bool
     ) -> dict[str, Any]:
-        """The entry "recommended" of the result."""
         given = self.model, self.batch, settings
         speed = None if is_over else calibration.measure_speed(*given)
         return {

@@ -181,10 +181,9 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
     draws = Draws(seed, query.device)
     rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    options: dict[str, Any] = {"is_causal": call.is_causal, "scale": scale, "table": call.distance_bias}
-    options["sinks"] = call.sinks
+    of_scores: dict[str, Any] = {"scale": scale, "table": call.distance_bias, "sinks": call.sinks}
     with torch.autocast(query.device.type, enabled=False):
-        exact = exact_rows(query, key, value, rows, key_mask, **options)
+        exact = exact_rows(query, key, value, rows, key_mask, is_causal=call.is_causal, **of_scores)
         return row_error(take(call.exact[b], rows.queries), exact, rows.valid, rows.population)
 
 

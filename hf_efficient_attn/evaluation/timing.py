@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers.generation.streamers import BaseStreamer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.version import __version__
@@ -94,8 +93,8 @@ def summary(pairs: Sequence[tuple[float, float]]) -> Timing:
     return Timing(seconds, statistics.median(ratios), min(ratios), max(ratios))
 
 
-class _Clock(BaseStreamer):
-    """Records when generation has the prompt, and each token after it."""
+class _Clock:
+    """A streamer that records when generation has the prompt, and each token after it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

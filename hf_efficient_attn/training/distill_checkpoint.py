@@ -124,9 +124,7 @@ class _SavedState:
 
     Attributes:
         folder: the folder.
-        saved: what `save` got, or None.
-        rows: the number of inputs of the data that the state was made with.
-        held_out: the batches that the training of the state has held out.
+        saved: what `save` got; the state before the first step if there is none.
         is_longer: whether the training goes on beyond the steps of the state, before its second stage.
     """
 
@@ -134,20 +132,21 @@ class _SavedState:
         self.folder = output.with_name(f"{output.name}.partial")
         self._file = self.folder / "state.pt"
         check_takes_files(self.folder, f"the state of the training in {self.folder}")
-        self.saved: dict[str, Any] | None = None
-        self.rows, self.is_longer = 0, False
-        self.held_out: range | None = None
+        # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
+        record: dict[str, Any] = {"layers": {}, "outputs": {}, "history": [], "recent": []}
+        self.saved: dict[str, Any] = {"request": None, "stages": [], "record": record, "held_out": None, "rows": 0}
+        self.is_longer = False
         if plan.restart or not self._file.is_file():
             return
         with refusing(f"the state in {self.folder} cannot be read: {_AGAIN}"):
             saved = dict(torch.load(self._file, map_location="cpu", weights_only=True))
             self.is_longer = plan.steps > saved["request"]["steps"] and len(saved["stages"]) < 2
             if self.is_longer or not saved["is_written"]:
-                self.saved, self.rows, self.held_out = saved, saved["rows"], range(*saved["held_out"])
+                self.saved = {name: saved[name] for name in self.saved}
 
     def check(self, request: Mapping[str, Any], options: Collection[str]) -> None:
         """Refuse a state of another request: plain values by names, of which `options` are those of options."""
-        before = request if self.saved is None else self.saved["request"]
+        before = self.saved["request"] or request
         names = [
             f"--{key.replace('_', '-')} {before.get(key)}" if key in options else f"other {key}"
             for key, value in request.items()
@@ -187,10 +186,12 @@ class _CheckpointRun:
         refuse_converted(model)
         conversion.extend()
         self._state = state = _SavedState(plan, conversion.place.path)
-        if plan.write_now and state.saved is None:
+        saved = state.saved
+        if plan.write_now and saved["request"] is None:
             raise UnsupportedAttentionError(f"--write-now: no state is saved in {state.folder}: train first")
         size = plan.length, plan.batch_size, plan.num_batches * steps.world_size()
-        self._data = data = TrainingData(model, checked.folder, plan.data, *size, state.held_out)
+        held_out = saved["held_out"] and range(*saved["held_out"])
+        self._data = data = TrainingData(model, checked.folder, plan.data, *size, held_out)
         nn.Module.to(model, plan.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
         trained: nn.Module = model if second and second.target == "logits" else model.base_model
@@ -204,13 +205,11 @@ class _CheckpointRun:
         # The stages that have begun.
         self._stages: list[steps.Training] = []
         self._request = self._make_request()
-        inputs_of_state = {"data": data.digest(state.rows)} if state.is_longer else {}
+        inputs_of_state = {"data": data.digest(saved["rows"])} if state.is_longer else {}
         state.check({**self._request, **inputs_of_state}, plan.to_dict())
         # The saved state of every stage that has begun.
-        self._saved: list[dict[str, Any]] = [] if state.saved is None else state.saved["stages"]
-        # Errors by stage, each (layer, name, error), rows, and the losses since the last row.
-        empty: dict[str, Any] = {"layers": {}, "outputs": {}, "history": [], "recent": []}
-        self._record = empty if state.saved is None else state.saved["record"]
+        self._saved: list[dict[str, Any]] = saved["stages"]
+        self._record = saved["record"]
         # The number of steps that the saved state contains.
         self._saved_at = sum(stage["step"] for stage in self._saved) or None
         self._is_over = False
