@@ -65,7 +65,11 @@ def head_to_tail(query: Tensor, key: Tensor, *, scale: float | None = None, firs
 
 
 def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
-    """The ratios from logarithms of kernel matrices, (chunk, n, n) -> (chunk, n - first + 1)."""
+    """The ratios from logarithms of kernel matrices, (chunk, n, n) -> (chunk, n - first + 1).
+
+    Only the n largest entries of the current prefix are kept from one prefix to the next: the head of a longer prefix
+    never has more than n entries.
+    """
     num_tokens = log_kernel.shape[-1]
     new = log_kernel[:, :first, :first].flatten(1)
     total, largest, ratios = new.logsumexp(1), new[:, :0], []
@@ -73,7 +77,6 @@ def _prefix_ratios(log_kernel: Tensor, first: int) -> Tensor:
         if i > first:
             new = torch.cat((log_kernel[:, i - 1, :i], log_kernel[:, : i - 1, i - 1]), 1)
             total = torch.logaddexp(total, new.logsumexp(1))
-        # The head of a longer prefix never has more than n entries.
         largest = torch.cat((largest, new), 1)
         largest = largest.topk(min(num_tokens, largest.shape[1]), 1).values
         # In logarithms, so that the sums of a prefix with small entries do not underflow.
@@ -90,13 +93,17 @@ def order_statistics_ratio(query: Tensor, key: Tensor, *, scale: float | None = 
     much smaller than every entry of the head. The paper finds medians of about 20 and of 1. Its computation meets
     divisions by zero; the logarithms used here do not.
 
-    The arguments are those of `head_to_tail`.
+    Args:
+        query: (..., n, D), without padding, n at least 2.
+        key: (..., n, D), of the same shape.
+        scale: factor of the scores; 1/sqrt(D) by default.
 
     Returns:
         OrderRatios of float64 (...).
 
     Raises:
-        UnsupportedAttentionError: as `head_to_tail`, for fewer than 2 tokens.
+        UnsupportedAttentionError: shapes that do not match, fewer than 2 tokens, or too many tokens for dense (n, n)
+            matrices.
     """
     _check_tokens(query, key)
     num_tokens = query.shape[-2]

@@ -158,7 +158,11 @@ def _logs(errors: Errors, max_error: float) -> list[float]:
 
 
 def spread(table: ErrorTable, candidate: Candidate, max_error: float, assumed: float) -> float:
-    """The deviation between sequences of a candidate's log errors, pooled over layers; `assumed` is one observation."""
+    """Standard deviation between sequences of a candidate's log errors, pooled over the layers.
+
+    `assumed` counts as one more observation. The candidates that are chosen are those whose few sequences
+    happen to be alike, and later sequences differ more.
+    """
     squares, count = assumed**2, 1
     for (_, other), errors in table.items():
         if other == candidate and len(errors) > 1:

@@ -1,4 +1,9 @@
-"""`hea.attention_error`: the error of every layer and head of a converted model, estimated on real inputs."""
+"""`hea.attention_error`: the error of every layer and head of a converted model, estimated on real inputs.
+
+The model runs as it is. In each call of a method, the output of a few queries is compared with their exact output for
+the same queries, keys and values, so that no attention is computed exactly as a whole. What is measured is the error
+that a layer adds to the inputs that it gets, and these contain the errors of the layers before it.
+"""
 
 import statistics
 from dataclasses import dataclass, field

@@ -1,6 +1,8 @@
 """The model card of a converted checkpoint, made from the files in its folder only.
 
-The card's own part is between two markers in README.md. All its text is in the template, `card.md.jinja`.
+The card's own part is between two markers in README.md. When the card is written again, the text before and after the
+markers is kept, as are the keys of the front matter that the card does not set. All text of the own part is in the
+template, `card.md.jinja`.
 """
 
 import pathlib
@@ -65,14 +67,17 @@ class Facts:
     With `may_be_exact` the checkpoint can also be one that was converted back to exact attention.
 
     Attributes:
-        folder, architecture, layers: The checkpoint; the name of the model's class and the number of layers, or None.
+        folder: The folder of the checkpoint.
+        architecture: The name of the model's class, or None.
+        layers: The number of layers, or None.
         windowed: The layers that have a sliding window of the model's own.
         parts: Pairs of the name of a part of a composite model ("" for the model itself) and its settings.
         origin: The contents of `efficient_attention.json`, with None for keys that it does not have.
         kernel: The kernel repository that computes the attention, as ORG/NAME:METHOD; None without one.
         code: The auto class that loads the model with the code in the checkpoint (`trust_remote_code=True`); None if
             there is no such code.
-        benchmark, distillation: The contents of the files of these names (.json), or None.
+        benchmark: The contents of `benchmark.json`, or None.
+        distillation: The contents of `distillation.json`, or None.
 
     Raises:
         UnsupportedAttentionError: There is no `config.json`, it names no method of this package, or a file is damaged.

@@ -97,8 +97,9 @@ class NearFarConfig(MethodConfig):
         sizes of the default config, but near keys in all heads: a smaller error in more time. `num_groups` and
         `num_candidates` grow with the budget if they are smaller.
 
-        The causal form attends to more than the budget: to up to 47 clusters of an eighth of it, on activations of
-        GPT-2 and MiniLM to 5 to 10.
+        The causal form attends to more than the budget: to half of it up to all of it in its window, to landmarks
+        whose number grows with the length, and to up to 47 clusters, but to 5 to 10 on activations of GPT-2
+        and MiniLM, of an eighth of the budget each.
         """
         near = 5 * self.check_budget(columns) // 8
         groups = max(self.num_groups, columns // 2)

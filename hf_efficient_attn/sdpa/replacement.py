@@ -56,7 +56,8 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
 
     Attributes:
         config: the method.
-        min_length: as in `replace_sdpa`.
+        min_length: calls with fewer queries or keys stay exact. None: fewer than the length from which on the method is
+            faster on this machine.
         counts: (module, shapes, outcome) -> number of calls. The outcome is "replaced", or why the call stayed exact.
         traced: (module, outcome) of the calls in graphs, such as those of `torch.compile`. How often a graph runs, and
             with which shapes, is not known.

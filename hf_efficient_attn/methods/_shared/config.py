@@ -50,7 +50,8 @@ class MethodConfig:
 
     Attributes:
         text: `to_dict()` as Python code.
-        compute_dtype: a hyperparameter of all methods. "bfloat16" is for devices and processors that multiply it fast.
+        compute_dtype: a hyperparameter of all methods. "bfloat16": float32 queries, keys and values are cast to it on
+            devices and processors that multiply it fast, and the output back to float32.
         method: the name of the method, which is also its `attn_implementation` in Transformers.
         title: the name as it is written in the text of documents.
         paper: authors, venue and year of the paper.
@@ -271,11 +272,12 @@ class AttentionOptions(NamedTuple):
             and a `HeadSeed` if the call has some heads of a layer. It includes the config's own seed.
         parameters: the learned parameters by name; empty for a method that learns none. Parameters of heads belong to
             the heads of the call.
-        distance_bias: (H, 2R + 1), as in `attention`; None for no bias. Only methods whose config says
+        distance_bias: (H, 2R + 1), the bias of the scores of each head for the distances -R to R of the key from the
+            query. Larger distances have the bias for -R or R. None for no bias. Only methods whose config says
             `adds_distance_bias` get one.
-        sinks: (H,), as in `attention`, or None. Only methods whose config says `knows_lse` get them. A form does not
-            use their values: it returns the lse of each query as one more column of its output, (B, H, Nq, Dv + 1), in
-            float32, or float64 for float64 inputs.
+        sinks: (H,), attention sinks: the score of one more key of each head, whose value is 0; or None. Only methods
+            whose config says `knows_lse` get them. A form does not use their values: it returns the lse of each query
+            as one more column of its output, (B, H, Nq, Dv + 1), in float32, or float64 for float64 inputs.
         first_query: the first query whose output is used. A causal form may leave out the outputs of those before it.
         with_lse: whether there are sinks, so that the forms return the lse as well.
     """

@@ -28,11 +28,19 @@ def attention_with_state(
 ) -> tuple[Tensor, State]:
     """Compute causal attention of new tokens to the tokens of a state and to each other.
 
-    Returns the output (B, H, N, Dv) in the dtype of `value`, which up to rounding is the end of the causal `attention`
-    of all tokens together, and the state of all tokens so far. `state` is the one that `update_state` or an earlier
-    call returned; None if there are no earlier tokens. Query (B, H, N, D), key (B, H_kv, N, D), value (B, H_kv, N, Dv)
-    and `attention_mask` (B, N) are of the new tokens only. The other arguments are scale, dropout_p, seed and
-    parameters as for `attention`. The seed must be the same in all calls for one state.
+    Up to rounding, the output is the end of the causal `attention` of all tokens together.
+
+    Args:
+        config: the config of a method with a recurrence.
+        state: the state that `update_state` or an earlier call returned; None if there are no earlier tokens.
+        query: (B, H, N, D), the queries of the new tokens.
+        key: (B, H_kv, N, D), the keys of the new tokens.
+        value: (B, H_kv, N, Dv), the values of the new tokens.
+        **arguments: attention_mask (B, N), of the new tokens only, and scale, dropout_p, seed and parameters as for
+            `attention`. The seed must be the same in all calls for one state.
+
+    Returns:
+        The output (B, H, N, Dv) in the dtype of `value`, and the state of all tokens so far.
     """
     query, key, value = cast_under_autocast(query, key, value)
     dtype = value.dtype
@@ -63,10 +71,19 @@ def sharded_attention(
 ) -> Tensor:
     """Compute attention of sequences whose tokens are divided over processes, which all make this call.
 
-    Query (B, H, n, D), key (B, H_kv, n, D), value (B, H_kv, n, Dv) and the output (B, H, n, Dv), in the dtype of
-    `value`, are of the tokens of this process. Up to rounding, the outputs of all processes in order equal the output
-    of `attention` of all tokens. The arguments are is_causal, scale, parameters (of all heads) and seed as for
-    `attention`, the same in all processes.
+    Up to rounding, the outputs of all processes in order equal the output of `attention` of all tokens.
+
+    Args:
+        config: the config of a method.
+        query: (B, H, n, D), the queries of this process.
+        key: (B, H_kv, n, D).
+        value: (B, H_kv, n, Dv).
+        shards: the positions of the tokens of each process, and the mask of all tokens.
+        **arguments: is_causal, scale, parameters (of all heads) and seed, the same in all processes, as for
+            `attention`.
+
+    Returns:
+        (B, H, n, Dv) in the dtype of `value`.
     """
     query, key, value = cast_under_autocast(query, key, value)
     dtype = value.dtype

@@ -157,9 +157,18 @@ def forward_hidden_states(
 ) -> Tensor:
     """Compute Eq. 2 as in the paper: contract the hidden states, then project them to keys and values.
 
-    The output (B, H, N, D) equals, up to rounding, `forward` of the projected hidden states, but this projects only P
-    tokens and not N. The hidden states (B, N, W) of the tokens of the query (B, H, N, D) are 0 for masked tokens, and
-    the projections are affine maps (B, P, W) -> (B, P, H * D).
+    The output equals, up to rounding, `forward` of the projected hidden states, but this projects only P tokens and not
+    N.
+
+    Args:
+        config: the hyperparameters.
+        query: (B, H, N, D), of the same tokens.
+        hidden_states: (B, N, W), the input of the projections, 0 for masked tokens.
+        projections: affine maps (B, P, W) -> (B, P, H * D).
+        options: as for `forward`.
+
+    Returns:
+        (B, H, N, D) in the dtype of `query`.
     """
     kv_len = hidden_states.shape[1]
     if query.numel() == 0:

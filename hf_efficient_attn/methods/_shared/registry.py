@@ -121,7 +121,9 @@ def register_method(
         hf-efficient-attn info first_keys --import my_method.py
 
     Args:
-        config_class: the hyperparameters and the facts about the method, as `MethodConfig` says.
+        config_class: a frozen, keyword-only dataclass that subclasses `MethodConfig`. It declares the hyperparameters,
+            all with defaults, sets the facts about the method as class attributes, and defines `budget` or
+            `with_budget`.
         forward: the fast form. forward(config, query, key, value, options) returns the output (B, H, Nq, Dv) for query
             (B, H, Nq, D), key (B, H, Nk, D), value (B, H, Nk, Dv) and `AttentionOptions`. The inputs have been checked,
             keys and values have as many heads as the queries, and they are 0 wherever `options.key_mask` is False.
