@@ -12,6 +12,7 @@ So a sequence in which all heads need exact attention loses hardly any time. Not
 earlier calls.
 """
 
+import bisect
 import math
 from typing import NamedTuple
 
@@ -58,15 +59,8 @@ def worthwhile_length(crossover: int) -> int:
 
 def attempt_length(length: int) -> int:
     """Compute the number of keys up to which no head is attempted, whatever the data, from `worthwhile_length`."""
-    low = 1
-    high = 2 * length + 4 * NUM_ROWS
-    while low < high:
-        middle = (low + high) // 2
-        if _least_cost(length, middle) <= _FIRST_COST:
-            high = middle
-        else:
-            low = middle + 1
-    return low - 1
+    lengths = range(1, 2 * length + 4 * NUM_ROWS)
+    return bisect.bisect_left(lengths, True, key=lambda kv_len: _least_cost(length, kv_len) <= _FIRST_COST)
 
 
 def _least_cost(length: int, kv_len: int) -> float:
@@ -114,8 +108,7 @@ class Attempts:
         while 2 * self.columns[-1] <= min(_MAX_COLUMNS, kv_len // 2):
             self.columns.append(2 * self.columns[-1])
         self._max_error = max_error
-        self._columns = torch.tensor(self.columns, device=device).view(-1, 1, 1)  # (L, 1, 1) for L levels
-        self._growth = widened(self._columns) / columns
+        self._growth = widened(torch.tensor(self.columns, device=device).view(-1, 1, 1)) / columns  # (L, 1, 1)
         approximation = _LARGEST_COST * (length / kv_len) ** _COST_POWER * self._growth**_COLUMNS_POWER
         dtype = wide_dtype(device)
         self._cost = (approximation + NUM_ROWS / kv_len).expand(-1, batch, num_heads)  # (L, B, H)
@@ -134,7 +127,11 @@ class Attempts:
 
     def choose(self) -> Choice:
         """Choose the heads to attempt next."""
-        probability = self._probability()  # (L, B, H)
+        spread = torch.full_like(self._log_bound, _COPY_SPREAD)
+        spread = spread.masked_fill(self._attempted.any(1, keepdim=True), _NEXT_SPREAD)
+        spread = spread.masked_fill(self._attempted, _SPREAD)
+        margin = math.log(self._max_error) - self._log_bound + _GROWTH * self._growth.log()  # (L, B, H)
+        probability = torch.special.ndtr(margin / spread)  # of success
         gain, level = (probability - self._cost).masked_fill(~self._possible, -torch.inf).max(0)  # (B, H) each
         chance = probability.gather(0, level.unsqueeze(0))[0]  # (B, H)
         price = self._price(level).masked_fill(gain <= 0, 0.0)
@@ -163,17 +160,8 @@ class Attempts:
         good = choice.heads & (bound <= self._max_error)
         saved = good.to(self._budget.dtype) - self._price(choice.level)
         self._budget = self._budget + torch.where(choice.heads, saved, 0.0).sum(1, keepdim=True)
-        too_few = choice.heads & (self._columns <= self._columns[:, 0, 0][choice.level])  # (L, B, H)
+        too_few = choice.heads & (self._growth <= growth)  # (L, B, H)
         self._possible = self._possible & ~good & ~too_few
-
-    def _probability(self) -> Tensor:
-        """Compute the probability that an attempt succeeds, (L, B, H)."""
-        spread = torch.full_like(self._log_bound, _COPY_SPREAD)
-        spread = spread.masked_fill(self._attempted.any(1, keepdim=True), _NEXT_SPREAD)
-        spread = spread.masked_fill(self._attempted, _SPREAD)
-        margin = math.log(self._max_error) - self._log_bound + _GROWTH * self._growth.log()  # (L, B, H)
-        probability: Tensor = torch.special.ndtr(margin / spread)
-        return probability
 
     def _price(self, level: Tensor) -> Tensor:
         """Look up the cost of each head with its number of columns: (B, H)."""
