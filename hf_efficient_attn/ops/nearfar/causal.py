@@ -14,7 +14,7 @@ Nothing depends on later tokens, on other queries, or on the length of the seque
 """
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from hf_efficient_attn.ops.nearfar.chunks import (
     LEAST_SPREAD,
     WEIGHTED,
     CausalNearFarOptions,
-    Clusters,
+    Columns,
     Level,
     QueryBlocks,
     cluster_index,
@@ -80,17 +80,14 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
         index = cluster_index(query, key, levels)
         blocks = query_blocks(query, options.block_size)
         given = query, key, value, index, *blocks, level_sizes(levels, query.device)
-        call = ClusterCall(*given, options.block_size, levels, _rule(), options.first_query)
+        rule = ClusterRule(BASE, WEIGHTED, GROWTH, LEAST_SPREAD, LARGEST_SPREAD, MOST, _LEAST)
+        call = ClusterCall(*given, options.block_size, levels, rule, options.first_query)
         return output_of(_attend(call, options.dropout_p), options.with_lse)
 
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
     with torch.autocast(query.device.type, enabled=False):
         out = sliced(some_heads, query, key, value, size=size, draws=options.dropout_p > 0.0)
     return out if options.with_lse else out.to(value.dtype)
-
-
-def _rule() -> ClusterRule:
-    return ClusterRule(BASE, WEIGHTED, GROWTH, LEAST_SPREAD, LARGEST_SPREAD, MOST, _LEAST)
 
 
 def _attend(call: ClusterCall, dropout_p: float) -> Partial:
@@ -112,12 +109,15 @@ def _plain(call: ClusterCall, dropout_p: float = 0.0) -> Partial:
         equal, own = zip(*same, strict=True)
         past.append(make_clusters(key, value, equal, own, blocks, call.block_size))
     exact_query = query.to(near.lse.dtype)
-    far, pairs = _landmarks(exact_query, near.lse, columns_of(past), levels, call.first_query, dropout_p)
+    center, bias, mean = (torch.cat(x, 1) for x in zip(*(clusters.columns for clusters in past), strict=True))
+    last = (0, 0, 0, 1)  # a landmark without weight
+    table = Columns(pad(center, last), pad(bias, last, value=-torch.inf), pad(mean, last))
+    far, pairs = _landmarks(exact_query, near.lse, table, levels, call.first_query, dropout_p)
     parts = [far, near]  # the result has the dtype of the first
     start = 0
     for clusters in past:
-        parts.append(attend_to_pairs(query, clusters, pairs.of(start, clusters.margin.shape[1]), dropout_p))
-        start += clusters.margin.shape[1]
+        parts.append(attend_to_pairs(query, clusters, pairs.of(start, clusters.key.shape[1]), dropout_p))
+        start += clusters.key.shape[1]
     return merge(*parts)
 
 
@@ -142,28 +142,6 @@ def _window(query: Tensor, key: Tensor, value: Tensor, block_size: int, first_qu
     outs, lses = zip(*parts, strict=True)
     out, lse = (torch.cat([x.flatten(1, 2) for x in part], 1)[:, : length - skipped] for part in (outs, lses))
     return Partial(pad(out, (0, 0, skipped, 0)), pad(lse, (skipped, 0)))
-
-
-class Columns(NamedTuple):
-    """Landmarks in the columns that queries see. The last one has no weight: its place is for the window."""
-
-    center: Tensor  # (., G, D), their keys
-    bias: Tensor  # (., G, 1), the logs of their weights times their margins
-    mean: Tensor  # (., G, Dv + 1), their values divided by their margins, and the inverses of their margins
-
-
-def columns_of(past: list[Clusters]) -> Columns:
-    """Return the landmarks of clusters, and last the one without weight."""
-    margin = torch.cat([x.margin for x in past], 1)  # (BH, M)
-    share = (-margin).exp().unsqueeze(2)
-    mean = torch.cat((torch.cat([x.mean for x in past], 1) * share, share), 2)
-    bias = torch.cat([x.log_weight for x in past], 1) + margin
-    last = (0, 0, 0, 1)
-    return Columns(
-        pad(torch.cat([x.center for x in past], 1), last),
-        pad(bias.unsqueeze(2), last, value=-torch.inf),
-        pad(mean, last),
-    )
 
 
 def _landmarks(
@@ -245,7 +223,7 @@ def attend_to_landmarks(
     Args:
         query: (R, span, D).
         window_lse: (R, span, 1), the lse of the windows.
-        columns: the landmarks in the columns of each span.
+        columns: the G landmarks that each span sees. The last one has no weight: its place is for the window.
         hidden: bool (BASE, 1, C), which of the first columns the blocks of a span do not see, or None.
         dropout_p: the probability of dropping a weight.
 

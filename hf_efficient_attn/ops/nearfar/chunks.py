@@ -81,15 +81,20 @@ def level_at(index: int, options: CausalNearFarOptions) -> Level:
     return Level(options.block_size * BASE**index, options.leaf << max(0, index + 1 - _EQUAL_LEVELS))
 
 
+class Columns(NamedTuple):
+    """M landmarks, with the margins of what they may miss."""
+
+    center: Tensor  # (BH, M, D), their keys
+    bias: Tensor  # (BH, M, 1), the logs of their weights times their margins
+    mean: Tensor  # (BH, M, Dv + 1), their values divided by their margins, and the inverses of their margins
+
+
 class Clusters(NamedTuple):
     """M clusters of equal size, of one level after another, each in the order of its chunks."""
 
     key: Tensor  # (BH, M, leaf, D)
     value: Tensor  # (BH, M, leaf, Dv)
-    center: Tensor  # (BH, M, D), the keys of the landmarks
-    log_weight: Tensor  # (BH, M)
-    mean: Tensor  # (BH, M, Dv), the values of the landmarks
-    margin: Tensor  # (BH, M), the log of about how much of the cluster's weight its landmark misses
+    columns: Columns  # their landmarks
 
 
 class QueryBlocks(NamedTuple):
@@ -219,10 +224,14 @@ def make_clusters(
     share = torch.lerp(torch.full_like(weight, 1.0 / weight.shape[2]), weight, WEIGHTED)
     center, mean = ((x.unsqueeze(2) @ y).squeeze(2) for x, y in ((share, keys), (weight, values)))
     log_weight = log.squeeze(2) - WEIGHTED * (weight * score).sum(2)
-    return Clusters(*given, center, log_weight, mean, _margin((variance * size.square()).sum(2)))
+    margin = _margin((variance * size.square()).sum(2))
+    inverse = (-margin).exp().unsqueeze(2)  # (BH, M, 1)
+    columns = Columns(center, (log_weight + margin).unsqueeze(2), torch.cat((mean * inverse, inverse), 2))
+    return Clusters(*given, columns)
 
 
 def _margin(variance: Tensor) -> Tensor:
+    """Compute the log of about how much of a cluster's weight its landmark misses."""
     spread = variance.sqrt().clamp(LEAST_SPREAD, LARGEST_SPREAD)
     return spread.log() + GROWTH * spread
 

@@ -20,10 +20,11 @@ from hf_efficient_attn.ops.attend import Partial, attend, output_of
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, at_most, coarse_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import ceil_div, constant, integers, take
-from hf_efficient_attn.ops.nearfar.causal import COMPARED, MOST, Columns, attend_to_landmarks, columns_of
+from hf_efficient_attn.ops.nearfar.causal import COMPARED, MOST, attend_to_landmarks
 from hf_efficient_attn.ops.nearfar.chunks import (
     BASE,
     CausalNearFarOptions,
+    Columns,
     Level,
     level_at,
     make_clusters,
@@ -212,7 +213,7 @@ def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tenso
         index = [members.unflatten(1, (-1, place.leaf))]
         blocks = query_blocks(query, query.shape[1])
         clusters = make_clusters(key, value, (Level(place.chunk, place.leaf),), index, blocks, place.chunk)
-        return torch.cat(columns_of([clusters]), 2)[:, :-1]
+        return torch.cat(clusters.columns, 2)
 
     heads = slice_size(place.chunk * max(key.shape[2], value.shape[2]), key.device)
     new = sliced(some_heads, key, value, members, query.flatten(0, 1), size=heads).unflatten(0, query.shape[:2])

@@ -34,7 +34,7 @@ def attend_to_pairs(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: 
     """Compute attention of queries (BH, N, D) to the clusters that they have chosen, in the accumulation dtype."""
     batch_heads, length, _ = query.shape
     row, cluster = pairs
-    cluster = row.div(length, rounding_mode="floor") * clusters.margin.shape[1] + cluster
+    cluster = row.div(length, rounding_mode="floor") * clusters.key.shape[1] + cluster
     (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, dropout_p)
     count = row.new_zeros(batch_heads * length).scatter_add_(0, row, torch.ones_like(row))
     order = row.argsort(stable=True)
@@ -58,14 +58,7 @@ def attend_to_pairs(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: 
 def _by_cluster(
     query: Tensor, clusters: Clusters, row: Tensor, cluster: Tensor, dropout_p: float
 ) -> tuple[Partial, Tensor]:
-    """Compute attention of a query to a cluster for P pairs.
-
-    Args:
-        query: (BH N, D).
-        clusters: M clusters in each head.
-        row: int64 (P,), the query of each pair.
-        cluster: int64 (P,), the cluster of each pair, among BH M.
-        dropout_p: the probability of dropping a weight.
+    """Compute attention for P pairs of a row of `query`, (BH N, D), and one of the BH M clusters.
 
     Returns:
         Partial of out (S, Dv) and lse (S,) for blocks of queries of one cluster, and the place of each pair in them.
