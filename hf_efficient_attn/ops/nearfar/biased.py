@@ -12,7 +12,7 @@ The exact rows of some queries correct the output, as they do without a bias. On
 T5's this lowers the error by a third.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from hf_efficient_attn.ops.attend import Partial, attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.distance import Bias, pair_means
 from hf_efficient_attn.ops.exact import bias_between, bias_of
-from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks, take
+from hf_efficient_attn.ops.index import ceil_div, integers, pad_to_blocks
 from hf_efficient_attn.ops.nearfar.bidirectional import (
+    Keys,
     compute_probes,
     correct_by_probes,
     correct_by_probes_naive,
+    near_attention,
 )
 from hf_efficient_attn.ops.nearfar.groups import (
     LEAST_SHARE,
@@ -33,7 +35,6 @@ from hf_efficient_attn.ops.nearfar.groups import (
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
     NearFarOptions,
-    Represented,
     choose_landmarks,
     landmarks_naive,
     means_and_logs,
@@ -65,17 +66,10 @@ def _window(q_len: int, kv_len: int, size: int, device: torch.device) -> _Window
 
 
 def _mean_bias(weight: Tensor, cluster: Tensor, count: int, bias: Bias, reach: int) -> tuple[Tensor, int]:
-    """Compute the mean bias of each landmark for the queries of each part.
+    """Compute the mean bias (BH, P, m) of each landmark for the queries of each part, and the tokens of a part.
 
-    Args:
-        weight: (BH, Nk), the weight of each key on its landmark.
-        cluster: int64 (BH, Nk), the landmark of each key.
-        count: m, the number of landmarks.
-        bias: the bias.
-        reach: only larger distances count in the mean.
-
-    Returns:
-        (BH, P, m), and the number of tokens of a part.
+    Keys have weights (BH, Nk) on their landmarks, int64 (BH, Nk), one of m = `count`. Only distances above `reach`
+    count in the mean.
     """
     # Parts have equal numbers of tokens, so that padding before a sequence and other sequences change nothing.
     length = max(bias.query_position.shape[1], bias.key_position.shape[1])
@@ -115,27 +109,20 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     key = key - key.mean(1, keepdim=True)
     window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
     landmarks = choose_landmarks(query, key, options)
-    keys = represent(key, value, landmarks)
+    keys = Keys(key, value, landmarks.key, *represent(key, value, landmarks))
     mean, size = _mean_bias(_weights(keys.key_bias), keys.landmark, options.num_samples, bias, window.reach)
-    call = {"scale": options.scale, "dropout_p": options.dropout_p}
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
 
-    def some_heads(
-        query: Tensor, key: Tensor, value: Tensor, center: Tensor, keys: Represented, mean: Tensor, bias: Bias
-    ) -> Tensor:
+    def some_heads(query: Tensor, keys: Keys, mean: Tensor, bias: Bias) -> Tensor:
         blocks = pad_to_blocks(query, window.block_q)  # (BH, T, block_q, D)
         position = pad_to_blocks(bias.query_position.unsqueeze(2), window.block_q).squeeze(3)  # (BH, T, block_q)
         own = mean.index_select(1, window.middle // size)  # (BH, T, m)
         means, log_weight = means_and_logs(keys.sums, keys.total)  # (BH, m, .)
         far_bias = (log_weight[:, None] + own).unsqueeze(2)  # (BH, T, 1, m)
-        far = attend(blocks, center[:, None], means[:, None], far_bias, **call)
-        near_key, near_value = (x[:, window.key_index] for x in (key, value))  # (BH, T, w, .)
+        far = attend(blocks, keys.center[:, None], means[:, None], far_bias, **call)
+        near = window.key_index.expand(len(query), -1, -1)  # (BH, T, w)
         near_bias = bias_between(bias.table, position, bias.key_position[:, window.key_index])  # (BH, T, block_q, w)
-        exact = attend(blocks, near_key, near_value, near_bias, **call)
-        landmark = keys.landmark[:, window.key_index]  # (BH, T, w)
-        key_bias = keys.key_bias[:, window.key_index]
-        key_bias = (key_bias + own.gather(2, landmark)).unsqueeze(2)  # (BH, T, 1, w)
-        near_centers = take(center, landmark.flatten(1)).unflatten(1, landmark.shape[1:])  # (BH, T, w, D)
-        counted = attend(blocks, near_centers, near_value, key_bias, **call)
+        exact, counted = near_attention(blocks, near, keys, near_bias, own, **call)
         parts = (Partial(x.out, x.lse.unsqueeze(3)) for x in (far, counted, exact))
         return replace_counted(*parts).out.flatten(1, 2)[:, : query.shape[1]]  # (BH, Nq, Dv)
 
@@ -144,7 +131,7 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     rows = slice_size(columns // 4, key.device)
     # Only here each head has its own positions: all heads together look up a bias in less time if they share them.
     own_bias = bias.expanded(len(query), key.dtype)
-    out = sliced(some_heads, query, key, value, landmarks.key, keys, mean, own_bias, size=rows, draws=draws)
+    out = sliced(some_heads, query, keys, mean, own_bias, size=rows, draws=draws)
     if not options.num_probes:
         return out
 

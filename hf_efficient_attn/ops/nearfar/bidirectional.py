@@ -22,7 +22,7 @@ so the output is a convex combination of values.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from hf_efficient_attn.ops.nearfar.groups import (
     directions,
     find_near_keys,
     group_queries,
-    output_around,
     replace_counted,
 )
 from hf_efficient_attn.ops.nearfar.landmarks import (
@@ -81,14 +80,18 @@ def nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options: NearFa
     mean = key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
     centered = key - mean
     landmarks = choose_landmarks(query, centered, options)
-    keys = _Keys(centered, value, landmarks.key, *represent(centered, value, landmarks))
+    keys = Keys(centered, value, landmarks.key, *represent(centered, value, landmarks))
     columns = _attend(query, keys, _heads_with_near_keys(query, keys, probes, options), options)
     out = columns[..., : value.shape[2]]
     out = out if probes is None else correct_by_probes(query, out, probes)
-    return output_around(mean, Partial(out, columns[..., -1]), query, options)
+    if not options.with_lse:
+        return out
+    # The lse of the keys themselves
+    lse = columns[..., -1] + options.scale * (query.to(mean.dtype) @ mean.mT)[..., 0]
+    return output_of(Partial(out, lse), True)
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """Keys, and the landmarks that represent them."""
 
     key: Tensor  # (BH, Nk, D), centered
@@ -101,7 +104,7 @@ class _Keys(NamedTuple):
     key_bias: Tensor
 
 
-def _attend(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
+def _attend(query: Tensor, keys: Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
     """Compute attention before the correction, for the heads with near keys, bool (BH,), or None: (BH, Nq, Dv)."""
     if has_near is None:
         return output_of(_attend_to_landmarks(query, keys, options), options.with_lse)
@@ -112,13 +115,13 @@ def _attend(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFa
         return _attend_with_near_keys(query, keys, None, options)
     if not len(some):
         return output_of(_attend_to_landmarks(query, keys, options), options.with_lse)
-    of_some = _attend_with_near_keys(query[some], _Keys(*(x[some] for x in keys)), None, options)
+    of_some = _attend_with_near_keys(query[some], Keys(*(x[some] for x in keys)), None, options)
     far = keys._replace(**{name: getattr(keys, name)[others] for name in ("center", "sums", "total")})
     outs = of_some, output_of(_attend_to_landmarks(query[others], far, options), options.with_lse)
     return torch.cat(outs).index_select(0, torch.cat((some, others)).argsort())
 
 
-def _attend_to_landmarks(query: Tensor, keys: _Keys, options: NearFarOptions) -> Partial:
+def _attend_to_landmarks(query: Tensor, keys: Keys, options: NearFarOptions) -> Partial:
     """Compute attention to the landmarks of all keys: out (BH, Nq, Dv) and lse (BH, Nq)."""
     value, log_weight = means_and_logs(keys.sums, keys.total)
     tensors = query[:, None], keys.center.to(query.dtype)[:, None], value.to(query.dtype)[:, None]
@@ -127,9 +130,7 @@ def _attend_to_landmarks(query: Tensor, keys: _Keys, options: NearFarOptions) ->
 
 
 @torch.no_grad()
-def _heads_with_near_keys(
-    query: Tensor, keys: _Keys, probes: "Probes | None", options: NearFarOptions
-) -> Tensor | None:
+def _heads_with_near_keys(query: Tensor, keys: Keys, probes: "Probes | None", options: NearFarOptions) -> Tensor | None:
     """Choose the heads with near keys: bool (BH,), or None for no head."""
     if not options.block_size or options.near_share >= 1.0:
         return None
@@ -151,11 +152,6 @@ class Probes(NamedTuple):
     solve: Tensor  # (BH, D + 1, P), maps what the probes miss to the coefficients of the correction
 
 
-def probe_positions(q_len: int, num_probes: int, device: torch.device) -> Tensor:
-    """Return the positions (P,) of the probes: the queries in the middle of equal parts of the sequence."""
-    return middle_positions(q_len, num_probes, device)
-
-
 def compute_probes(
     query: Tensor,
     key: Tensor,
@@ -163,11 +159,11 @@ def compute_probes(
     options: NearFarOptions,
     bias_of_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> Probes:
-    """Compute the exact output of `num_probes` evenly spread queries, and the correction by them.
+    """Compute the exact output of the queries in the middle of `num_probes` equal parts, and the correction by them.
 
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
-    position = probe_positions(query.shape[1], options.num_probes, key.device)
+    position = middle_positions(query.shape[1], options.num_probes, key.device)
     rows = query.index_select(1, position)  # (BH, P, D)
     bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
@@ -219,7 +215,7 @@ def _weight_of_probes(missing: Tensor) -> Tensor:
     return weight
 
 
-def _attend_with_near_keys(query: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
+def _attend_with_near_keys(query: Tensor, keys: Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
     """Compute attention to near keys and to the landmarks of all other keys: (BH, Nq, Dv).
 
     Without near keys are the heads for which `has_near`, bool (BH,), is False.
@@ -228,7 +224,7 @@ def _attend_with_near_keys(query: Tensor, keys: _Keys, has_near: Tensor | None, 
     columns = (options.block_size + options.num_samples) * max(query.shape[2], keys.value.shape[2])
     size = slice_size(max(columns, keys.key.shape[1]) // _LARGER_SLICES, query.device)
 
-    def some_heads(groups: Groups, query: Tensor, keys: _Keys, has_near: Tensor | None) -> Tensor:
+    def some_heads(groups: Groups, query: Tensor, keys: Keys, has_near: Tensor | None) -> Tensor:
         def some_groups(group: Tensor) -> Tensor:  # (BH, G, b)
             return _attend_in_groups(take(query, group), keys, has_near, options)  # (BH, G, b, Dv)
 
@@ -242,7 +238,7 @@ def _attend_with_near_keys(query: Tensor, keys: _Keys, has_near: Tensor | None, 
     )
 
 
-def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
+def _attend_in_groups(queries: Tensor, keys: Keys, has_near: Tensor | None, options: NearFarOptions) -> Tensor:
     """Compute `_attend_with_near_keys` for queries (BH, G, b, D) in groups: (BH, G, b, Dv).
 
     Each group has landmarks of its own without its near keys. If there are more landmarks than near keys, attention to
@@ -250,10 +246,10 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
     """
     mean = queries.mean(2, dtype=keys.key.dtype)
     near = find_near_keys(mean, keys.key, options.block_size, options.scale)  # (BH, G, w)
-    call = {"scale": options.scale, "dropout_p": options.dropout_p}
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
     if options.num_samples > options.block_size and queries.dtype.itemsize > 2:
         far = _attend_to_landmarks(queries.flatten(1, 2), keys, options)
-        parts = [Partial(x.out.flatten(1, 2), x.lse.flatten(1)) for x in _near_attention(queries, near, keys, **call)]
+        parts = [Partial(x.out.flatten(1, 2), x.lse.flatten(1)) for x in near_attention(queries, near, keys, **call)]
         if has_near is not None:
             parts = [Partial(x.out, x.lse.masked_fill(~has_near[:, None], -torch.inf)) for x in parts]
         exact, counted, far = (Partial(x.out, x.lse.unsqueeze(2)) for x in (*parts, far))
@@ -280,31 +276,29 @@ def _attend_in_groups(queries: Tensor, keys: _Keys, has_near: Tensor | None, opt
     return output_of(found, options.with_lse)
 
 
-def _near_attention(
-    queries: Tensor, near: Tensor, keys: _Keys, scale: float, dropout_p: float
+def near_attention(
+    queries: Tensor,
+    near: Tensor,
+    keys: Keys,
+    near_bias: Tensor | None = None,
+    far_bias: Tensor | None = None,
+    **call: Any,
 ) -> tuple[Partial, Partial]:
-    """Compute attention to near keys, exactly and as the landmarks count it.
+    """Compute attention of groups of queries (BH, G, b, D) to near keys, exactly and as the landmarks count it.
 
-    Args:
-        queries: (BH, G, b, D), in groups.
-        near: int64 (BH, G, w), the keys of each group.
-        keys: the keys, and what landmarks count for them.
-        scale: factor of the scores.
-        dropout_p: probability of dropping a weight.
-
-    Returns:
-        Partials of out (BH, G, b, Dv) and lse (BH, G, b).
+    The near keys of each group are int64 (BH, G, w). `near_bias` (BH, G, b, w) is a bias of their scores, and
+    `far_bias` (BH, G, m) one of the landmarks. The partials are out (BH, G, b, Dv) and lse (BH, G, b).
     """
     own, bias = (x.gather(1, near.flatten(1)).view_as(near) for x in (keys.landmark, keys.key_bias))  # (BH, G, w) each
     near_key, values, centers = (
         take(x, i).to(queries.dtype) for x, i in ((keys.key, near), (keys.value, near), (keys.center, own))
     )
-    exact = attend(queries, near_key, values, scale=scale, dropout_p=dropout_p)
-    counted = attend(queries, centers, values, bias.unsqueeze(2), scale=scale, dropout_p=dropout_p)
-    return exact, counted
+    bias = bias if far_bias is None else bias + far_bias.gather(2, own)
+    exact = attend(queries, near_key, values, near_bias, **call)
+    return exact, attend(queries, centers, values, bias.unsqueeze(2), **call)
 
 
-def _without(keys: _Keys, near: Tensor, value: Tensor, has_near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _without(keys: Keys, near: Tensor, value: Tensor, has_near: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Subtract the near keys (BH, G, w) of groups, with values (BH, G, w, Dv), from what landmarks represent.
 
     Returns:
@@ -336,7 +330,7 @@ def nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: NearFarOpt
         landmarks = choose_landmarks(query, k, options)
         represented = represent(k, value, landmarks)
         probes = compute_probes(query, key, value, options) if options.num_probes else None
-        keys = _Keys(k, value, landmarks.key, *represented)
+        keys = Keys(k, value, landmarks.key, *represented)
         has_near = _heads_with_near_keys(query, keys, probes, options)
         near = torch.zeros(*q.shape[:2], k.shape[1], dtype=torch.bool, device=q.device)  # (BH, Nq, Nk)
         for head in [] if has_near is None else has_near.nonzero()[:, 0].tolist():
@@ -373,7 +367,7 @@ def correct_by_probes_naive(
     """Compute `correct_by_probes` of a head in the readable form, from the exact scores (Nq, Nk): (Nq, Dv)."""
     if not options.num_probes:
         return out
-    probe = probe_positions(len(query), options.num_probes, query.device)
+    probe = middle_positions(len(query), options.num_probes, query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))  # (Nq, D + 1)
     basis = features[probe]

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_efficient_attn.ops.attend import Partial, output_of
+from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.backends.devices import halved, widened
 from hf_efficient_attn.ops.clusters import even_positions, identity, matrix_power
 from hf_efficient_attn.ops.index import ceil_div, integers, inverse
-from hf_efficient_attn.ops.nearfar.landmarks import NearFarOptions
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # Queries are compared along this many directions, along which this many evenly spaced keys vary most. The variance of
@@ -57,19 +56,17 @@ def directions(key: Tensor) -> Tensor:
     square = square + identity(key.shape[2], _LEAST_VARIANCE, square.dtype, key.device)
     basis = square[..., :_GROUP_DIMS]  # (BH, D, F)
     if square.dtype == torch.float32:  # would lose small singular values; another basis changes signs only
-        basis = _orthonormal(torch.bmm(square, _orthonormal(basis)))
+        basis = torch.bmm(square, _factor(basis, basis))
+        basis = _factor(basis, basis)
     else:
         basis = torch.bmm(square, basis)
-    image = torch.bmm(square, basis)  # (BH, D, F)
+    return _factor(basis, torch.bmm(square, basis)).to(key.dtype)
+
+
+def _factor(basis: Tensor, image: Tensor) -> Tensor:
+    """Compute I L^-T (BH, D, F) for L L^T = B^T I, with B and I (BH, D, F): orthonormal columns if B is I."""
     lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, image))[0]  # (BH, F, F)
-    factor: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT.to(key.dtype)  # (BH, D, F)
-    return factor
-
-
-def _orthonormal(basis: Tensor) -> Tensor:
-    """Make the columns of (BH, D, F) orthonormal, in their order."""
-    lower = torch.linalg.cholesky_ex(torch.bmm(basis.mT, basis))[0]
-    columns: Tensor = torch.linalg.solve_triangular(lower, basis.mT, upper=False).mT
+    columns: Tensor = torch.linalg.solve_triangular(lower, image.mT, upper=False).mT
     return columns
 
 
@@ -120,16 +117,16 @@ def halve(points: Tensor, levels: int) -> Tensor:
     points = points / torch.linalg.vector_norm(points, dim=(1, 2), keepdim=True).clamp(
         min=torch.finfo(points.dtype).tiny
     )
-    return sliced(lambda x: _halves(x, levels), points, size=slice_size(points[0].numel(), points.device))
 
+    def some_heads(points: Tensor) -> Tensor:
+        batch_heads, length, _ = points.shape
+        points = points.flatten(0, 1)
+        order = integers(len(points), points.device).view(batch_heads, -1)
+        for _ in range(levels):
+            order = halve_groups(points, order)
+        return order.view(batch_heads, length) % length
 
-def _halves(points: Tensor, levels: int) -> Tensor:
-    batch_heads, length, _ = points.shape
-    points = points.flatten(0, 1)
-    order = integers(len(points), points.device).view(batch_heads, -1)
-    for _ in range(levels):
-        order = halve_groups(points, order)
-    return order.view(batch_heads, length) % length
+    return sliced(some_heads, points, size=slice_size(points[0].numel(), points.device))
 
 
 def halve_groups(points: Tensor, order: Tensor) -> Tensor:
@@ -172,13 +169,3 @@ def replace_counted(far: Partial, counted: Partial, exact: Partial) -> Partial:
     total = total.masked_fill(is_rounding, 1.0)
     lse = torch.where(is_rounding, exact.lse, total.log() + ref)
     return Partial(torch.where(is_rounding, exact.out, sums / total), lse.squeeze(-1))
-
-
-def output_around(mean: Tensor, partial: Partial, query: Tensor, options: NearFarOptions) -> Tensor:
-    """Return `output_of` the attention of queries (BH, Nq, D) to keys from which their mean (BH, 1, D) was subtracted.
-
-    The lse is that of the keys themselves.
-    """
-    if not options.with_lse:
-        return partial.out
-    return output_of(Partial(partial.out, partial.lse + options.scale * (query.to(mean.dtype) @ mean.mT)[..., 0]), True)

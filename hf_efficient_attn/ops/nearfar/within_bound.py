@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, widened
+from hf_efficient_attn.ops.clusters import middle_positions
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar import attempts
-from hf_efficient_attn.ops.nearfar.bidirectional import probe_positions
 from hf_efficient_attn.ops.nearfar.screening import NUM_KEYS, screening_error
 from hf_efficient_attn.ops.row_error import row_error, sample_rows
 
@@ -105,7 +105,7 @@ def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, num_ro
     query, key, value = heads
     q_len = query.shape[1]
     device = query.device
-    probe = probe_positions(q_len, forms.num_probes, device)
+    probe = middle_positions(q_len, forms.num_probes, device)
     available = torch.ones(1, q_len, dtype=torch.bool, device=device).index_fill(1, probe, False)
     rows = sample_rows(1, q_len, num_rows, available, num_heads=1, draws=forms.draws)
     index, valid, population = (x.expand(len(query), -1) for x in rows)  # (BH, R), (BH, R), (BH, 1)
