@@ -170,7 +170,7 @@ def compiled(name: str, call: Launch, capability: int) -> Row:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = getattr(call.module(), call.name)
+    kernel = call.kernel
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     aligned = {}
@@ -184,11 +184,11 @@ def compiled(name: str, call: Launch, capability: int) -> Row:
             constants[i,] = given
         else:
             signature[parameter] = "fp32" if isinstance(given, float) else "i32"
-    options = {"num_warps": call.num_warps, "num_stages": call.num_stages}
+    options = {"num_warps": call.tile.num_warps, "num_stages": call.tile.num_stages}
     source = ASTSource(kernel, signature, constants, aligned)
     found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spills = _resources(found.asm["ptx"], capability)
-    threads = 32 * call.num_warps
+    threads = 32 * call.tile.num_warps
     memory = (163 if capability == 80 else 227) << 10
     most = min(65536 // (registers * threads), memory // max(1, found.metadata.shared), 2048 // threads)
     first = next(x for x in call.arguments.values() if isinstance(x, Tensor))

@@ -39,8 +39,8 @@ def _blocks(call: Launch, *, grad: bool) -> KernelCost:
     given = call.arguments
     constants = call.constants
     block_m = constants["BLOCK_M"]
-    dims = constants["HEAD_DIM"] + constants["VALUE_DIM"]
-    padded = constants["PADDED_HEAD_DIM"] + constants["PADDED_VALUE_DIM"]
+    dims = constants["DIM"] + constants["VALUE_DIM"]
+    padded = constants["PADDED"] + constants["PADDED_V"]
     itemsize = given["key"].element_size()
     in_range = _keys_of_ranges(call) * given["query"].shape[0]  # of all programs
     listed = call.grid * given["list_size"] * (0.5 if given["num_listed"] is not None else 1.0)
@@ -92,8 +92,8 @@ def _keys(call: Launch) -> KernelCost:
         bounds = ((max(x - given["right"], 0), x + block_n + given["left"]) for x in range(0, given["kv_len"], block_n))
         of_head = sum(max(0, min(last, given["q_len"]) - first) for first, last in bounds)
     queries = heads * of_head  # of all programs
-    dims = constants["HEAD_DIM"] + constants["VALUE_DIM"]
-    padded = constants["PADDED_HEAD_DIM"] + constants["PADDED_VALUE_DIM"]
+    dims = constants["DIM"] + constants["VALUE_DIM"]
+    padded = constants["PADDED"] + constants["PADDED_V"]
     itemsize = given["key"].element_size()
     rows = heads * given["kv_len"] * dims
     moved = queries * (dims * itemsize + 8.0 + 8.0 * (given["order"] is not None)) + 2.0 * rows * itemsize
@@ -224,7 +224,7 @@ def cluster_attention(launch: Launch) -> KernelCost:
     arguments, constants = launch.arguments, launch.constants
     length, block = arguments["length"], arguments["block_size"]
     levels = levels_of(length, CausalNearFarOptions(block, block // 4, 1.0))
-    block_m, dim, value_dim = (constants[x] for x in ("BLOCK_M", "PADDED_HEAD_DIM", "PADDED_VALUE_DIM"))
+    block_m, dim, value_dim = (constants[x] for x in ("BLOCK_M", "PADDED", "PADDED_V"))
     # Of the programs of a head: near keys and landmarks, without and with the padding of tiles, and keys of clusters
     near = landmarks = near_padded = landmarks_padded = chosen = 0.0
     for first in range(arguments["first_block"] * block, length, block):
@@ -247,7 +247,7 @@ def cluster_attention(launch: Launch) -> KernelCost:
     moved = (near + chosen + landmarks) * _bytes(launch, "key", "value") + length * _bytes(
         launch, "query", "out", "lse"
     )
-    moved += landmarks * (constants["HEAD_DIM"] * itemsize + 16.0)
+    moved += landmarks * (constants["DIM"] * itemsize + 16.0)
     gathered = 2.0 * block_m * chosen * (dim + value_dim) / flops
     return KernelCost(heads * moved, heads * flops, gathered)
 

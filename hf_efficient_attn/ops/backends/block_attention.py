@@ -1,7 +1,6 @@
 """Block attention by Triton kernels, which read the keys of a range, a window and a list where they are."""
 
 import functools
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import BlockBackend, BlockCall, BlockKeys, Gradients, Partial
-from hf_efficient_attn.ops.backends.launches import Tile
+from hf_efficient_attn.ops.backends.launches import Launch, Tile
 
 _KERNELS = "block_forward", "block_query_gradients", "block_key_gradients"
 # Maps the bytes of a number and the larger one of D and Dv, padded, to the tiles of these kernels. They fit into the
@@ -26,12 +25,6 @@ _TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 # A check has two blocks of at most this many queries, the most of a tile, and so many keys.
 _CHECKED_Q = 64
 _CHECKED_K = 100
-
-
-def _kernels() -> ModuleType:
-    from hf_efficient_attn.ops.backends import triton_block_attention  # Triton is no dependency
-
-    return triton_block_attention
 
 
 def _applies(call: BlockCall) -> bool:
@@ -86,22 +79,20 @@ def _backward(
 def _tiles(call: BlockCall) -> tuple[Tile, ...]:
     """Return the tiles of the forward and, where they fit, of the gradients."""
     itemsize = max(2, call.key.element_size(), call.value.element_size())
-    return _TILES[itemsize, max(64, launches.padded(max(call.query.shape[2], call.value.shape[2])))]
+    return _TILES[itemsize, launches.width(call.query.shape[2], call.value.shape[2])]
 
 
 def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
     """Run a kernel on a call and on `others`."""
     query, key, value, keys, scale, _ = call
-    head_dim = query.shape[2]
-    value_dim = value.shape[2]
-    block_m, block_n, num_warps, num_stages = _tiles(call)[_KERNELS.index(name)]
+    tile = _tiles(call)[_KERNELS.index(name)]
     num_blocks = -(-query.shape[1] // keys.block_q)
     if name == "block_key_gradients":
-        chunks = -(-key.shape[1] // block_n)
+        chunks = -(-key.shape[1] // tile.block_n)
         grid = len(query) * chunks
     else:
-        block_m = min(block_m, launches.padded(keys.block_q))
-        chunks = -(-keys.block_q // block_m)
+        tile = tile._replace(block_m=min(tile.block_m, launches.padded(keys.block_q)))
+        chunks = -(-keys.block_q // tile.block_m)
         grid = len(query) * num_blocks * chunks
     mask = keys.key_mask
     left, right = keys.window or (None, None)
@@ -115,12 +106,9 @@ def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
         "mask_stride": 0 if mask is None or len(mask) < len(key) else key.shape[1], "left": left, "right": right,
     }  # fmt: skip
     arguments = {name: x.contiguous() if isinstance(x, Tensor) else x for name, x in arguments.items()}
-    constants = {
-        "HEAD_DIM": head_dim, "PADDED_HEAD_DIM": launches.padded(head_dim), "BLOCK_M": block_m, "BLOCK_N": block_n,
-        "VALUE_DIM": value_dim, "PADDED_VALUE_DIM": launches.padded(value_dim), "IS_CAUSAL": keys.is_causal,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
-    }  # fmt: skip
-    launches.launch(launches.Launch(name, _kernels, grid, arguments, constants, num_warps, num_stages))
+    constants: dict[str, Any] = {"IS_CAUSAL": keys.is_causal, "PRECISION": launches.float32_precision()}
+    constants |= launches.sizes(query.shape[2], value.shape[2], tile)
+    launches.launch(Launch(name, "triton_block_attention", grid, tile, arguments, constants))
 
 
 def block_attention_naive(call: BlockCall) -> Partial:
@@ -159,27 +147,20 @@ def block_attention_naive(call: BlockCall) -> Partial:
 def _check(call: BlockCall, given: tuple[str, ...], with_backward: bool) -> None:
     """Compare the kernels that compute a call with the readable form, on a small input with the same arguments."""
     small = _small(call, given)
-    out, lse = _forward(small)
+    found = _forward(small)
     tensors = (*small[:3], small.keys.log_weight)
     leaves = [x.double().requires_grad_() for x in tensors if x is not None]
     keys = small.keys._replace(log_weight=leaves[3] if len(leaves) > 3 else None)
     query, key, value = leaves[:3]
     expected = block_attention_naive(BlockCall(query, key, value, keys, call.scale, 0.0))
-    tolerance = 3e-2 if torch.bfloat16 in (call.key.dtype, call.value.dtype) else 4e-3
-    empty = expected.lse == -torch.inf
-    launches.check_close(out, expected.out, tolerance)
-    launches.check_close(
-        lse.masked_fill(empty & (lse == -torch.inf), 0.0), expected.lse.masked_fill(empty, 0.0), tolerance
-    )
-    if not with_backward:
-        return
-    grads = (launches.numbers(tuple(x.shape), x.device, x.dtype, 5.0) for x in (out, lse))
-    grad_out, grad_lse = grads
-    wanted = torch.autograd.grad(tuple(expected), leaves, (grad_out.double(), grad_lse.double()))
-    found = _backward(small, Partial(out, lse), grad_out, grad_lse, with_log_weight=len(leaves) > 3)
-    for x, y in zip(found, wanted, strict=False):
-        assert x is not None
-        launches.check_close(x, y, tolerance)
+    pairs: list[Any] = [*zip(found, expected, strict=True)]
+    if with_backward:
+        grad_out, grad_lse = (launches.numbers(tuple(x.shape), x.device, x.dtype, 5.0) for x in found)
+        wanted = torch.autograd.grad(tuple(expected), leaves, (grad_out.double(), grad_lse.double()))
+        grads = _backward(small, found, grad_out, grad_lse, with_log_weight=len(leaves) > 3)
+        pairs += zip(grads[: len(leaves)], wanted, strict=True)
+    for x, y in pairs:
+        launches.check_close(x, y, 3e-2 if torch.bfloat16 in (call.key.dtype, call.value.dtype) else 4e-3)
 
 
 def _small(call: BlockCall, given: tuple[str, ...]) -> BlockCall:

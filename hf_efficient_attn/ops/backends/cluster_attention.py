@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import ClusterBackend, ClusterCall, Partial
@@ -20,15 +20,10 @@ _TILES = {
     (4, 128): Tile(16, 32, 8, 1),
     (4, 256): Tile(16, 16, 8, 1),
 }
+_KERNELS = "triton_cluster_attention"
 # Landmarks and keys of a cluster are processed so many at a time.
 _LANDMARKS = 32
 _KEYS = 64
-
-
-def _kernels() -> ModuleType:
-    from hf_efficient_attn.ops.backends import triton_cluster_attention  # Triton is no dependency
-
-    return triton_cluster_attention
 
 
 def _applies(call: ClusterCall, plain: Callable[[ClusterCall], Partial]) -> bool:
@@ -57,11 +52,8 @@ def check(call: ClusterCall, plain: Callable[[ClusterCall], Partial]) -> None:
     blocks = query[:, : length // block * block].double().unflatten(1, (-1, block))
     means = blocks.mean(2).float(), blocks.square().mean(2).sqrt().float()
     small = ClusterCall(query, key, value, members.repeat(2, 1), *means, sizes, block, levels, call.rule)
-    query, key, value = (x.double() for x in small[:3])
-    means = means[0].double(), means[1].double()
-    exact = ClusterCall(query, key, value, small.members, *means, sizes, block, levels, call.rule)
-    found, expected = _attend(small), plain(exact)
-    for x, y in zip(found, expected, strict=True):
+    exact: list[Any] = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in small]
+    for x, y in zip(_attend(small), plain(ClusterCall(*exact)), strict=True):
         # A rounded score may change a choice, which is no fault. So the error is that of all queries together.
         error = torch.linalg.vector_norm(x.double() - y) / torch.linalg.vector_norm(y)
         launches.check_close(error, torch.zeros_like(error), 3e-2 if call.value.dtype == torch.bfloat16 else 1e-2)
@@ -82,34 +74,29 @@ def _attend(call: ClusterCall) -> Partial:
         "clusters": clusters, "num_members": call.members.shape[1], "block_size": call.block_size,
         "levels": call.sizes, "num_levels": len(call.levels),
     }  # fmt: skip
-    constants: dict[str, Any] = {
-        "HEAD_DIM": head_dim, "PADDED_HEAD_DIM": launches.padded(head_dim), "VALUE_DIM": value_dim,
-        "PADDED_VALUE_DIM": launches.padded(value_dim), "BLOCK_L": block_n,
-    }  # fmt: skip
     rule = call.rule._asdict()
+    dims: dict[str, Any] = launches.sizes(head_dim, value_dim) | {"BLOCK_L": block_n}
+    width = launches.width(head_dim, value_dim)
     arguments = shared | {name: rule[name] for name in ("weighted", "growth", "least_spread", "largest_spread")}
     of_blocks = {"block_mean": call.block_mean.contiguous(), "block_root": call.block_root.contiguous()}
     arguments |= of_blocks | {"num_blocks": call.block_mean.shape[1]}
-    width = max(64, launches.padded(max(head_dim, value_dim)))
-    launches.launch(Launch("cluster_landmarks", _kernels, heads * clusters, arguments, constants, width // 32, 1))
+    tile = Tile(1, block_n, width // 32, 1)
+    launches.launch(Launch("cluster_landmarks", _KERNELS, heads * clusters, tile, arguments, dims))
     tile = _TILES[max(2, key.element_size(), value.element_size()), width]
-    block_m = min(tile.block_m, launches.padded(call.block_size))
+    tile = tile._replace(block_m=min(tile.block_m, launches.padded(call.block_size)))
     first_block = call.first_query // call.block_size
     num_blocks = -(-length // call.block_size)
-    chunks = -(-call.block_size // block_m)
+    chunks = -(-call.block_size // tile.block_m)
     new = torch.zeros if first_block else torch.empty
     out = new(heads, length, value_dim, dtype=value.dtype, device=value.device)
     lse = new(heads, length, dtype=torch.float32, device=value.device)
     arguments = shared | {name: rule[name] for name in ("base", "most", "least")} | {
         "query": query, "out": out, "lse": lse, "num_blocks": num_blocks, "first_block": first_block, "chunks": chunks,
     }  # fmt: skip
-    tiles: dict[str, Any] = {
-        "BLOCK_M": block_m, "BLOCK_N": tile.block_n, "BLOCK_C": _LANDMARKS,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3",
-    }  # fmt: skip
+    constants = dims | launches.sizes(head_dim, value_dim, tile)
+    constants |= {"BLOCK_C": _LANDMARKS, "PRECISION": launches.float32_precision()}
     grid = heads * (num_blocks - first_block) * chunks
-    of_tile = tile.num_warps, tile.num_stages
-    launches.launch(Launch("cluster_attention", _kernels, grid, arguments, constants | tiles, *of_tile))
+    launches.launch(Launch("cluster_attention", _KERNELS, grid, tile, arguments, constants))
     return Partial(out, lse)
 
 

@@ -7,7 +7,6 @@ all tokens, and in the causal form the state before each segment.
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches
 from hf_efficient_attn.ops.backends.backend import LinearBackend, LinearCall, Partial
-from hf_efficient_attn.ops.backends.launches import Tile
+from hf_efficient_attn.ops.backends.launches import Launch, Tile
 
 # Maps the precision of products and the larger one of F and Dv, padded, to the tiles of each kernel. Other calls do not
 # fit into the registers and the 99 KiB of shared memory that all devices of compute capability 8.0 and later have.
@@ -40,19 +39,13 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _kernels() -> ModuleType:
-    from hf_efficient_attn.ops.backends import triton_linear_attention  # Triton is no dependency
-
-    return triton_linear_attention
-
-
 def precision(value: Tensor) -> str:
     """Return the precision of products for a dtype of values."""
     return {torch.bfloat16: "bf16", torch.float16: "tf32"}.get(value.dtype, "tf32x3")
 
 
 def _width(call: LinearCall) -> int:
-    return max(64, launches.padded(max(call.features.num_features, call.value.shape[2])))
+    return launches.width(call.features.num_features, call.value.shape[2])
 
 
 def suits(call: LinearCall, width: int) -> bool:
@@ -181,15 +174,9 @@ def _launch(name: str, call: LinearCall, tokens: Tensor, is_reversed: bool, **te
         "IS_REVERSED": is_reversed,
         "FEATURES": call.features.name,
         "PRECISION": precision(call.value),
-        "DIM": dim,
-        "VALUE_DIM": call.value.shape[2],
-        "PADDED": launches.padded(dim),
-        "PADDED_V": launches.padded(call.value.shape[2]),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
+        **launches.sizes(dim, call.value.shape[2], tile),
     }
-    grid = len(tokens) * segments
-    launches.launch(launches.Launch(name, _kernels, grid, arguments, constants, tile.num_warps, tile.num_stages))
+    launches.launch(Launch(name, "triton_linear_attention", len(tokens) * segments, tile, arguments, constants))
 
 
 def linear_attention_naive(call: LinearCall) -> Partial:
@@ -225,12 +212,8 @@ def check_attend(call: LinearCall, attend: Callable[[LinearCall], Partial], with
     distance = min(call.distance, _CHECKED // 3)
     query, key, value = leaves
     call = LinearCall(query, key, value, mask, features, call.is_causal, distance, call.is_reversed)
-    expected = linear_attention_naive(call)
-    empty = expected.lse == -torch.inf
-    pairs = [*zip(attend(call), expected, strict=True)][: 2 if features.directions is None else 1]
-    found, wanted = zip(
-        *((x if x.ndim == 3 else x.masked_fill(empty, 0.0) for x in pair) for pair in pairs), strict=True
-    )
+    count = 2 if features.directions is None else 1
+    found, wanted = attend(call)[:count], linear_attention_naive(call)[:count]
     if with_backward:
         grads = [launches.numbers(tuple(x.shape), x.device, x.dtype, 5.0) for x in found]
         found += torch.autograd.grad(found, leaves, grads)

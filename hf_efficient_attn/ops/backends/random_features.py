@@ -5,7 +5,6 @@ float32 (BH, segments, F, Dv) with their norms and largest logs (BH, segments, F
 """
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.backends import launches, linear_attention
 from hf_efficient_attn.ops.backends.backend import LinearBackend, LinearCall, Partial
-from hf_efficient_attn.ops.backends.launches import Tile
+from hf_efficient_attn.ops.backends.launches import Launch, Tile
 
 # Maps the precision of products and the larger one of D and Dv, padded, to the tiles of each kernel.
 _KERNELS = ("direction_sums", "direction_output", "direction_gradient")
@@ -29,14 +28,8 @@ _PROGRAMS = 1024
 _LOG2_E = math.log2(math.e)
 
 
-def _kernels() -> ModuleType:
-    from hf_efficient_attn.ops.backends import triton_random_features  # Triton is no dependency
-
-    return triton_random_features
-
-
 def _width(call: LinearCall) -> int:
-    return max(64, launches.padded(max(call.query.shape[2], call.value.shape[2])))
+    return launches.width(call.query.shape[2], call.value.shape[2])
 
 
 def _applies(call: LinearCall) -> bool:
@@ -140,15 +133,9 @@ def _launch(name: str, call: LinearCall, token: Tensor, lse: Tensor | None, **gi
     constants = {
         "PRECISION": linear_attention.precision(token),
         "COUNT": call.features.num_features,
-        "DIM": dim,
-        "VALUE_DIM": call.value.shape[2],
-        "PADDED": launches.padded(dim),
-        "PADDED_V": launches.padded(call.value.shape[2]),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
+        **launches.sizes(dim, call.value.shape[2], tile),
     }
-    of_tile = tile.num_warps, tile.num_stages
-    launches.launch(launches.Launch(name, _kernels, heads * programs, arguments, constants, *of_tile))
+    launches.launch(Launch(name, "triton_random_features", heads * programs, tile, arguments, constants))
 
 
 BACKEND = LinearBackend("random_features", _applies, _attend)

@@ -172,26 +172,26 @@ def _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PREC
 @triton.jit(do_not_specialize=_SIZES)
 def block_forward(
     query, key, value, start, key_order, key_mask, listed, log_weight, num_listed, order, out, lse, scale, q_len,
-    kv_len, block_q, num_blocks, chunks, range_len, list_size, mask_stride, left, right, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    kv_len, block_q, num_blocks, chunks, range_len, list_size, mask_stride, left, right, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of some queries of a block."""
     head, block, position, exists, first, last = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
     row = head * q_len + position
-    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
+    queries = _load_rows(query, row, exists, DIM, PADDED).to(key.dtype.element_ty)
     scale = scale * _LOG2_E
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    sums = tl.zeros((BLOCK_M, PADDED_V), tl.float32)
     if start is not None or left is not None:
         low, high = _range_of_program(start, block, first, last, kv_len, range_len, left, right)
         for at in range(low, high, BLOCK_N):
             positions, used, bias = _keys_of_range(
                 at, high, head, position, key_order, key_mask, kv_len, mask_stride, left, right, BLOCK_N
             )
-            keys = _load_rows(key, head * kv_len + positions, used, HEAD_DIM, PADDED_HEAD_DIM)
-            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
+            keys = _load_rows(key, head * kv_len + positions, used, DIM, PADDED)
+            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_V)
             row_max, total, sums = _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION)
     if listed is not None:
         list_len = list_size
@@ -201,13 +201,13 @@ def block_forward(
             positions, used, bias = _keys_of_list(
                 at, list_len, block * list_size, position, listed, log_weight, start, left, right, IS_CAUSAL, BLOCK_N
             )
-            keys = _load_rows(key, head * kv_len + positions, used, HEAD_DIM, PADDED_HEAD_DIM)
-            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
+            keys = _load_rows(key, head * kv_len + positions, used, DIM, PADDED)
+            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_V)
             row_max, total, sums = _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     tl.store(lse + row, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
-    _store_rows(out, row, exists, sums / total[:, None], VALUE_DIM, PADDED_VALUE_DIM)
+    _store_rows(out, row, exists, sums / total[:, None], VALUE_DIM, PADDED_V)
 
 
 @triton.jit
@@ -232,30 +232,30 @@ def _load_lse(lse, row, exists):
 def block_query_gradients(
     query, key, value, start, key_order, key_mask, listed, log_weight, num_listed, order, out, lse, grad_out, grad_lse,
     grad_query, delta, grad_key, grad_value, grad_log_weight, scale, q_len, kv_len, block_q, num_blocks, chunks,
-    range_len, list_size, mask_stride, left, right, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    range_len, list_size, mask_stride, left, right, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of some queries of a block, delta, and the sums of the gradients of what is listed."""
     head, block, position, exists, first, last = _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M)
     row = head * q_len + position
-    queries = _load_rows(query, row, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
-    grad = _load_rows(grad_out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
-    outs = _load_rows(out, row, exists, VALUE_DIM, PADDED_VALUE_DIM)
+    queries = _load_rows(query, row, exists, DIM, PADDED).to(key.dtype.element_ty)
+    grad = _load_rows(grad_out, row, exists, VALUE_DIM, PADDED_V)
+    outs = _load_rows(out, row, exists, VALUE_DIM, PADDED_V)
     own_delta = tl.sum(grad.to(tl.float32) * outs.to(tl.float32), 1)
     if grad_lse is not None:
         own_delta -= tl.load(grad_lse + row, mask=exists, other=0.0)
     tl.store(delta + row, own_delta, exists)
     own_lse = _load_lse(lse, row, exists)
-    sums = tl.zeros((BLOCK_M, PADDED_HEAD_DIM), tl.float32)
+    sums = tl.zeros((BLOCK_M, PADDED), tl.float32)
     if start is not None or left is not None:
         low, high = _range_of_program(start, block, first, last, kv_len, range_len, left, right)
         for at in range(low, high, BLOCK_N):
             positions, used, bias = _keys_of_range(
                 at, high, head, position, key_order, key_mask, kv_len, mask_stride, left, right, BLOCK_N
             )
-            keys = _load_rows(key, head * kv_len + positions, used, HEAD_DIM, PADDED_HEAD_DIM)
-            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_VALUE_DIM)
+            keys = _load_rows(key, head * kv_len + positions, used, DIM, PADDED)
+            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_V)
             _, scores = _pair_gradients(queries, keys, values, bias, own_lse, grad, own_delta, scale, PRECISION)
             sums += _dot(scores.to(keys.dtype), keys, PRECISION)  # (BLOCK_M, D)
     if listed is not None:
@@ -267,19 +267,19 @@ def block_query_gradients(
                 at, list_len, block * list_size, position, listed, log_weight, start, left, right, IS_CAUSAL, BLOCK_N
             )
             own = head * kv_len + positions
-            keys = _load_rows(key, own, used, HEAD_DIM, PADDED_HEAD_DIM)
-            values = _load_rows(value, own, used, VALUE_DIM, PADDED_VALUE_DIM)
+            keys = _load_rows(key, own, used, DIM, PADDED)
+            values = _load_rows(value, own, used, VALUE_DIM, PADDED_V)
             weights, scores = _pair_gradients(queries, keys, values, bias, own_lse, grad, own_delta, scale, PRECISION)
             some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION)  # (BLOCK_N, Dv)
-            _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_VALUE_DIM)
+            _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_V)
             if grad_log_weight is not None:
                 entry = block * list_size + at + tl.arange(0, BLOCK_N)
                 tl.atomic_add(grad_log_weight + entry, tl.sum(scores, 0), used, sem="relaxed")
             scores = scores.to(keys.dtype)
             some = _dot(tl.trans(scores), queries, PRECISION) * scale  # (BLOCK_N, D)
-            _add_to_rows(grad_key, own, used, some, HEAD_DIM, PADDED_HEAD_DIM)
+            _add_to_rows(grad_key, own, used, some, DIM, PADDED)
             sums += _dot(scores, keys, PRECISION)
-    _store_rows(grad_query, row, exists, sums * scale, HEAD_DIM, PADDED_HEAD_DIM)
+    _store_rows(grad_query, row, exists, sums * scale, DIM, PADDED)
 
 
 @triton.jit
@@ -306,7 +306,7 @@ def _queries_of_keys(start, head, first, size, q_len, block_q, num_blocks, range
 def block_key_gradients(
     query, key, value, start, key_order, key_mask, order, lse, grad_out, delta, listed_grad_key, listed_grad_value,
     grad_key, grad_value, scale, q_len, kv_len, block_q, num_blocks, chunks, range_len, mask_stride, left, right,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of some keys and values, that of what is listed included."""
@@ -317,10 +317,10 @@ def block_key_gradients(
     exists = index < kv_len
     positions, used = _sorted_keys(index, exists, head, key_order, key_mask, kv_len, mask_stride)
     own = head * kv_len + positions
-    keys = _load_rows(key, own, used, HEAD_DIM, PADDED_HEAD_DIM)
-    values = _load_rows(value, own, used, VALUE_DIM, PADDED_VALUE_DIM)
-    key_sums = tl.zeros((BLOCK_N, PADDED_HEAD_DIM), tl.float32)
-    value_sums = tl.zeros((BLOCK_N, PADDED_VALUE_DIM), tl.float32)
+    keys = _load_rows(key, own, used, DIM, PADDED)
+    values = _load_rows(value, own, used, VALUE_DIM, PADDED_V)
+    key_sums = tl.zeros((BLOCK_N, PADDED), tl.float32)
+    value_sums = tl.zeros((BLOCK_N, PADDED_V), tl.float32)
     low, high = _queries_of_keys(start, head, first, BLOCK_N, q_len, block_q, num_blocks, range_len, left, right)
     for at in range(low, high, BLOCK_M):
         position = at + tl.arange(0, BLOCK_M)
@@ -334,8 +334,8 @@ def block_key_gradients(
         if left is not None:
             seen = seen & _in_window(position, positions, left, right)
         row = head * q_len + position
-        queries = _load_rows(query, row, there, HEAD_DIM, PADDED_HEAD_DIM).to(keys.dtype)
-        grad = _load_rows(grad_out, row, there, VALUE_DIM, PADDED_VALUE_DIM)
+        queries = _load_rows(query, row, there, DIM, PADDED).to(keys.dtype)
+        grad = _load_rows(grad_out, row, there, VALUE_DIM, PADDED_V)
         own_delta = tl.load(delta + row, mask=there, other=0.0)
         bias = tl.where(seen, 0.0, float("-inf"))
         weights, scores = _pair_gradients(
@@ -345,7 +345,7 @@ def block_key_gradients(
         key_sums += _dot(tl.trans(scores.to(queries.dtype)), queries, PRECISION)  # (BLOCK_N, D)
     key_sums *= scale
     if listed_grad_key is not None:
-        key_sums += _load_rows(listed_grad_key, own, exists, HEAD_DIM, PADDED_HEAD_DIM)
-        value_sums += _load_rows(listed_grad_value, own, exists, VALUE_DIM, PADDED_VALUE_DIM)
-    _store_rows(grad_key, own, exists, key_sums, HEAD_DIM, PADDED_HEAD_DIM)
-    _store_rows(grad_value, own, exists, value_sums, VALUE_DIM, PADDED_VALUE_DIM)
+        key_sums += _load_rows(listed_grad_key, own, exists, DIM, PADDED)
+        value_sums += _load_rows(listed_grad_value, own, exists, VALUE_DIM, PADDED_V)
+    _store_rows(grad_key, own, exists, key_sums, DIM, PADDED)
+    _store_rows(grad_value, own, exists, value_sums, VALUE_DIM, PADDED_V)

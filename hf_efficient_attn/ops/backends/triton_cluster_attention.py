@@ -66,7 +66,7 @@ def _place_of_cluster(cluster, length, block_size, levels, num_levels):
 def cluster_landmarks(
     key, value, members, block_mean, block_root, center, mean, log_weight, margin, length, clusters, num_members,
     num_blocks, block_size, levels, num_levels, weighted, growth, least_spread, largest_spread,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """Compute the key, the value, the log weight and the margin of the landmark of a cluster."""
@@ -76,23 +76,23 @@ def cluster_landmarks(
     at, own_size, of_block = _place_of_cluster(cluster, length, block_size, levels, num_levels)
     first = head * num_members + at
     row = head * length
-    dims = tl.arange(0, PADDED_HEAD_DIM)
-    of_block = (head * num_blocks + of_block) * HEAD_DIM
-    last = tl.load(block_mean + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
-    root = tl.load(block_root + of_block + dims, mask=dims < HEAD_DIM, other=0.0)
+    dims = tl.arange(0, PADDED)
+    of_block = (head * num_blocks + of_block) * DIM
+    last = tl.load(block_mean + of_block + dims, mask=dims < DIM, other=0.0)
+    root = tl.load(block_root + of_block + dims, mask=dims < DIM, other=0.0)
     # Keys are counted from the first one, so that sums of squares round little.
-    origin = tl.load(key + (row + tl.load(members + first)) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    origin = tl.load(key + (row + tl.load(members + first)) * DIM + dims, mask=dims < DIM, other=0.0)
     origin = origin.to(tl.float32)
     largest = float("-inf")
     total = 0.0
-    weighted_sum = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
-    value_sum = tl.zeros((PADDED_VALUE_DIM,), tl.float32)
-    key_sum = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
-    squares = tl.zeros((PADDED_HEAD_DIM,), tl.float32)
+    weighted_sum = tl.zeros((PADDED,), tl.float32)
+    value_sum = tl.zeros((PADDED_V,), tl.float32)
+    key_sum = tl.zeros((PADDED,), tl.float32)
+    squares = tl.zeros((PADDED,), tl.float32)
     for some in range(0, own_size, BLOCK_L):
         own, exists = _rows_of_members(members, first, some, own_size, row, BLOCK_L)
-        keys = _load_rows(key, own, exists, HEAD_DIM, PADDED_HEAD_DIM)
-        values = _load_rows(value, own, exists, VALUE_DIM, PADDED_VALUE_DIM)
+        keys = _load_rows(key, own, exists, DIM, PADDED)
+        values = _load_rows(value, own, exists, VALUE_DIM, PADDED_V)
         keys = tl.where(exists[:, None], keys.to(tl.float32) - origin[None, :], 0.0)  # (BLOCK_L, D)
         score = tl.where(exists, tl.sum(keys * last[None, :], 1), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 0))
@@ -114,8 +114,8 @@ def cluster_landmarks(
     shift = tl.sum((origin - found.to(tl.float32)) * last, 0)
     tl.store(log_weight + program, largest + tl.log2(total) * _LN_2 + shift)
     own = program.to(tl.int64)
-    tl.store(center + own * HEAD_DIM + dims, found, mask=dims < HEAD_DIM)
-    dims = tl.arange(0, PADDED_VALUE_DIM)
+    tl.store(center + own * DIM + dims, found, mask=dims < DIM)
+    dims = tl.arange(0, PADDED_V)
     found = value_sum / total
     tl.store(mean + own * VALUE_DIM + dims, found.to(mean.dtype.element_ty), mask=dims < VALUE_DIM)
 
@@ -138,18 +138,18 @@ def _landmark_scores(
 
 @triton.jit
 def _attend_to_near_keys(
-    queries, position, key, value, row, past, last, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    queries, position, key, value, row, past, last, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys from `past` on, up to the query: the maximum of scores, and sums as of `_add_scores`."""
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    sums = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    sums = tl.zeros((BLOCK_M, PADDED_V), tl.float32)
     for at in range(past, last, BLOCK_N):
         own = at + tl.arange(0, BLOCK_N)
-        keys = _load_rows(key, row + own, own < last, HEAD_DIM, PADDED_HEAD_DIM)
-        values = _load_rows(value, row + own, own < last, VALUE_DIM, PADDED_VALUE_DIM)
+        keys = _load_rows(key, row + own, own < last, DIM, PADDED)
+        values = _load_rows(value, row + own, own < last, VALUE_DIM, PADDED_V)
         score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
         score = tl.where(own[None, :] <= position[:, None], score, float("-inf"))
         row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
@@ -182,15 +182,15 @@ def _log_of_bounds(
 
 @triton.jit
 def _attend_to_cluster(
-    queries, uses, members, first, size, key, value, row, row_max, total, sums, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_L: tl.constexpr,
+    queries, uses, members, first, size, key, value, row, row_max, total, sums, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of a cluster, for the queries that use it, bool (BLOCK_M,)."""
     for some in range(0, size, BLOCK_L):
         rows, exists = _rows_of_members(members, first, some, size, row, BLOCK_L)
-        keys = _load_rows(key, rows, exists, HEAD_DIM, PADDED_HEAD_DIM)
-        values = _load_rows(value, rows, exists, VALUE_DIM, PADDED_VALUE_DIM)
+        keys = _load_rows(key, rows, exists, DIM, PADDED)
+        values = _load_rows(value, rows, exists, VALUE_DIM, PADDED_V)
         score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
         score = tl.where(uses[:, None] & exists[None, :], score, float("-inf"))
         row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
@@ -200,8 +200,8 @@ def _attend_to_cluster(
 @triton.jit(do_not_specialize=_SIZES)
 def cluster_attention(
     query, key, value, members, center, mean, log_weight, margin, out, lse, length, clusters, num_members, num_blocks,
-    block_size, levels, num_levels, base, first_block, chunks, most, least, HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    block_size, levels, num_levels, base, first_block, chunks, most, least, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out and lse of some queries of a block."""
@@ -214,16 +214,16 @@ def cluster_attention(
     position = first + tl.arange(0, BLOCK_M)
     exists = position < last
     row = head * length
-    queries = _load_rows(query, row + position, exists, HEAD_DIM, PADDED_HEAD_DIM).to(key.dtype.element_ty)
+    queries = _load_rows(query, row + position, exists, DIM, PADDED).to(key.dtype.element_ty)
     past = tl.maximum(block - 1, 0) * block_size  # the first near key
     row_max, total, sums = _attend_to_near_keys(
-        queries, position, key, value, row, past, last, HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM,
+        queries, position, key, value, row, past, last, DIM, VALUE_DIM, PADDED, PADDED_V,
         BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
     near = row_max + tl.log2(total)
     bounds = _log_of_bounds(
-        queries, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base, HEAD_DIM,
-        PADDED_HEAD_DIM, BLOCK_M, BLOCK_C, PRECISION,
+        queries, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base, DIM,
+        PADDED, BLOCK_M, BLOCK_C, PRECISION,
     )  # fmt: skip
     least_bound = bounds + tl.log2(tl.maximum((1.0 - tl.exp2(near - bounds)) / most, least))
     low = 0
@@ -234,11 +234,11 @@ def cluster_attention(
         high = low + ended * (chunk // size)
         for at in range(low + ended // base * base * (chunk // size), high, BLOCK_C):
             column, own, seen, score, bound = _landmark_scores(
-                queries, center, log_weight, margin, head, clusters, at, high, HEAD_DIM, PADDED_HEAD_DIM, BLOCK_C,
+                queries, center, log_weight, margin, head, clusters, at, high, DIM, PADDED, BLOCK_C,
                 PRECISION,
             )  # fmt: skip
             chosen = (bound > least_bound[:, None]) & exists[:, None]
-            values = _load_rows(mean, own, seen, VALUE_DIM, PADDED_VALUE_DIM)
+            values = _load_rows(mean, own, seen, VALUE_DIM, PADDED_V)
             score = tl.where(chosen, float("-inf"), score)
             row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
             left = tl.max(chosen.to(tl.int32), 0)  # (BLOCK_C,), whether some query has chosen a cluster
@@ -249,9 +249,9 @@ def cluster_attention(
                 uses = tl.max(tl.where(is_own[None, :], chosen.to(tl.int32), 0), 1) > 0  # (BLOCK_M,)
                 row_max, total, sums = _attend_to_cluster(
                     queries, uses, members, begin + (cluster - low) * size, size, key, value, row, row_max, total, sums,
-                    HEAD_DIM, VALUE_DIM, PADDED_HEAD_DIM, PADDED_VALUE_DIM, BLOCK_L, PRECISION,
+                    DIM, VALUE_DIM, PADDED, PADDED_V, BLOCK_L, PRECISION,
                 )  # fmt: skip
         low += length // chunk * (chunk // size)
         begin += length // chunk * chunk
     tl.store(lse + row + position, (row_max + tl.log2(total)) * _LN_2, exists)
-    _store_rows(out, row + position, exists, sums / total[:, None], VALUE_DIM, PADDED_VALUE_DIM)
+    _store_rows(out, row + position, exists, sums / total[:, None], VALUE_DIM, PADDED_V)
