@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hf_efficient_attn.ops.backends.backend import AttendCall, Backend, Gradients, Partial
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, product_dtype
-from hf_efficient_attn.ops.backends.fused import fused_backward, widen
+from hf_efficient_attn.ops.backends.fused import Arranged, fused_backward, share_blocks, widen
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -53,19 +53,14 @@ def _backward(
     return fused_backward(call, partial, grad_out, grad_lse, with_bias, dtype, mask, _arrange, kernel)
 
 
-def _arrange(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Arrange the tensors as (batch, heads, ., .), so that nothing large is copied.
+def _arrange(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Arranged:
+    """Arrange the tensors as `share_blocks` does.
 
     Blocks with different keys become the batch, since the memory of an output is (batch, length, heads, dim).
     """
-    batch_heads, num_blocks = query.shape[:2]
-    if key.shape[1] == value.shape[1] == 1 and (mask is None or mask.shape[1] == mask.shape[2] == 1):
-        return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, mask  # (BH, 1, T * Nq, D)
-    key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
-    are_whole = key.is_contiguous() and value.is_contiguous()
-    if are_whole and (mask is None or mask.shape[:2] in ((1, 1), (batch_heads, num_blocks))):
+    query, key, value, mask = share_blocks(query, key, value, mask)
+    are_whole = query.shape[1] > 1 and key.is_contiguous() and value.is_contiguous()
+    if are_whole and (mask is None or mask.shape[:2] in ((1, 1), query.shape[:2])):
         mask = None if mask is None else mask.flatten(0, 1).unsqueeze(1)  # (BH * T, 1, Nq or 1, Nk)
         query, key, value = (x.flatten(0, 1).unsqueeze(1) for x in (query, key, value))  # (BH * T, 1, ., .)
     return query, key, value, mask

@@ -22,12 +22,13 @@ def _applies(call: BlockCall) -> bool:
         return False
     if any(x is not None for x in (keys.query_order, keys.start, keys.key_order, keys.key_mask, keys.listed)):
         return False
-    inner = _one_block(call.query, call.key, call.value, call.scale, call.dropout_p)
+    inner = _one_block(call)
     return flash.applies(inner) and width_of(inner, with_grad_lse=True) <= flash.MAX_DIM
 
 
-def _one_block(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout_p: float = 0.0) -> AttendCall:
-    return AttendCall(query[:, None], key[:, None], value[:, None], None, scale, dropout_p, False)  # (BH, 1, N, .)
+def _one_block(call: BlockCall) -> AttendCall:
+    query, key, value = (x[:, None] for x in call[:3])  # (BH, 1, N, .)
+    return AttendCall(query, key, value, None, call.scale, call.dropout_p, False)
 
 
 def _window(call: BlockCall) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def _forward(call: BlockCall) -> Partial:
         out, lse = _KERNEL(*given, **_window(call))[:2]
         return out.transpose(1, 2), lse
 
-    return Partial(*(x[:, 0] for x in fused_forward(_one_block(*call[:3], call.scale), kernel)))
+    return Partial(*(x[:, 0] for x in fused_forward(_one_block(call), kernel)))
 
 
 def _backward(
@@ -55,11 +56,10 @@ def _backward(
         given = (*tensors, lse, None, None, *lengths, 0.0, False, *flash.no_dropout(grad))
         return [x.transpose(1, 2) for x in _KERNEL_BACKWARD(*given, **_window(call))[:3]]
 
-    inner = _one_block(*call[:3], call.scale)
     of_lse = None if grad_lse is None else grad_lse[:, None]
     whole = Partial(*(x[:, None] for x in partial))
-    dtype = call.query.dtype
-    found = fused_backward(inner, whole, grad_out[:, None], of_lse, False, dtype, None, share_blocks, kernel)
+    given = _one_block(call), whole, grad_out[:, None], of_lse, False, call.query.dtype, None
+    found = fused_backward(*given, share_blocks, kernel)
     return Gradients(found.query[:, 0], found.key[:, 0], found.value[:, 0], None)
 
 

@@ -76,16 +76,8 @@ def fused_backward(
 ) -> Gradients:
     """Compute `Backend.backward` by the backward of a kernel.
 
-    Args:
-        call: the call.
-        partial: what the forward returned.
-        grad_out: (BH, T, Nq, Dv).
-        grad_lse: (BH, T, Nq), or None.
-        with_bias: whether the bias, one per key, has a gradient.
-        dtype: the dtype of the kernel's inputs.
-        mask: the bias, if the kernel takes it as it is; otherwise the bias becomes a dimension of the keys.
-        arrange: arranges widened tensors for the kernel, as `share_blocks` does.
-        kernel: the backward of the kernel.
+    The kernel takes tensors of `dtype` as `arrange` returns them, for example `share_blocks`. It takes the bias as
+    `mask`; without a mask the bias, one per key, becomes a dimension of the keys.
     """
     query, key, value, bias, scale, _, _ = call
     dim = query.shape[3]
@@ -176,10 +168,10 @@ def width_of(call: AttendCall, with_grad_lse: bool = False) -> int:
 def share_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Arranged:
     """Arrange the tensors as (batch, heads, ., .) for a kernel, so that nothing large is copied.
 
-    Blocks that share their keys become one block, unless there is a mask (BH, T, Nq, Nk).
+    Blocks that share their keys become one block, unless there is a mask of blocks or pairs.
     """
     batch_heads, num_blocks = query.shape[:2]
-    if key.shape[1] == value.shape[1] == 1 and (mask is None or num_blocks == 1):
+    if key.shape[1] == value.shape[1] == 1 and (mask is None or mask.shape[1] == mask.shape[2] == 1):
         return query.reshape(batch_heads, 1, -1, query.shape[3]), key, value, mask  # (BH, 1, T * Nq, D)
     key, value = (x if x.shape[1] == num_blocks else x.expand(-1, num_blocks, -1, -1) for x in (key, value))
     return query, key, value, mask
