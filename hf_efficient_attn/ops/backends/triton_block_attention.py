@@ -11,8 +11,7 @@ and all queries in whose range or window one of them may be. It adds nothing ato
 Products have operands of the inputs' dtype and float32 sums. Scores and log-weights are exponents of two. A tensor that
 a call does not have is None, and so are `left` and `right` without a window.
 
-Only `hf_efficient_attn.ops.backends.block_attention` imports this module, which documents the tensors. With
-TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
+`hf_efficient_attn.ops.backends.backend` documents the tensors.
 """
 
 import triton
@@ -82,15 +81,20 @@ def _queries_of_program(order, q_len, block_q, num_blocks, chunks, BLOCK_M: tl.c
 
 
 @triton.jit
-def _range_of_program(start, block, first, last, kv_len, range_len, left, right):
-    """Find the first sorted index of a program's range or windows of keys, and the one after the last."""
-    if start is not None:
+def _bounds(start, num_listed, block, first, last, kv_len, range_len, list_size, left, right, IS_LIST: tl.constexpr):
+    """Find the first entry of a program's list, or sorted index of its range or windows, and the one after the last."""
+    if IS_LIST:
+        low = 0
+        high = list_size
+        if num_listed is not None:
+            high = tl.load(num_listed + block).to(tl.int32)
+    elif start is not None:
         low = tl.load(start + block).to(tl.int32)
-        high = low + range_len
+        high = tl.minimum(low + range_len, kv_len)
     else:
         low = tl.maximum(first - left, 0)
-        high = last + right
-    return low, tl.minimum(high, kv_len)
+        high = tl.minimum(last + right, kv_len)
+    return low, high
 
 
 @triton.jit
@@ -112,43 +116,31 @@ def _in_window(position, key_position, left, right):
 
 
 @triton.jit
-def _keys_of_range(
-    at, high, head, position, key_order, key_mask, kv_len, mask_stride, left, right, BLOCK_N: tl.constexpr
-):
-    """Load positions of keys of a range or window, which of them are used, and their bias (1 or BLOCK_M, BLOCK_N)."""
-    index = at + tl.arange(0, BLOCK_N)
-    positions, used = _sorted_keys(index, index < high, head, key_order, key_mask, kv_len, mask_stride)
-    seen = used[None, :]
-    if left is not None:
-        seen = seen & _in_window(position, positions, left, right)
-    return positions, used, tl.where(seen, 0.0, float("-inf"))
+def _keys_of_block(
+    entry, high, head, block, position, start, key_order, key_mask, listed, log_weight, kv_len, list_size,
+    mask_stride, left, right, IS_LIST: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Load the rows of keys, which of them are used, and their bias (1 or BLOCK_M, BLOCK_N).
 
-
-@triton.jit
-def _keys_of_list(
-    at,
-    list_len,
-    first,
-    position,
-    listed,
-    log_weight,
-    start,
-    left,
-    right,
-    IS_CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Load positions of listed keys, which of them are used, and their bias (1 or BLOCK_M, BLOCK_N)."""
-    entry = at + tl.arange(0, BLOCK_N)
-    exists = entry < list_len
-    weight = tl.load(log_weight + first + entry, mask=exists, other=float("-inf")) * _LOG2_E
-    positions = tl.load(listed + first + entry, mask=exists, other=0).to(tl.int32)
-    bias = weight[None, :]
-    if left is not None and start is None:  # a key of the window counts once
-        bias = tl.where(_in_window(position, positions, left, right), float("-inf"), bias)
-    if IS_CAUSAL:
-        bias = tl.where(positions[None, :] <= position[:, None], bias, float("-inf"))
-    return positions, weight > float("-inf"), bias
+    They are the keys of some entries of the list of a block, or at some sorted indices of its range or window.
+    """
+    exists = entry < high
+    if IS_LIST:
+        weight = tl.load(log_weight + block * list_size + entry, mask=exists, other=float("-inf")) * _LOG2_E
+        positions = tl.load(listed + block * list_size + entry, mask=exists, other=0).to(tl.int32)
+        used = weight > float("-inf")
+        bias = weight[None, :]
+        if left is not None and start is None:  # a key of the window counts once
+            bias = tl.where(_in_window(position, positions, left, right), float("-inf"), bias)
+        if IS_CAUSAL:
+            bias = tl.where(positions[None, :] <= position[:, None], bias, float("-inf"))
+    else:
+        positions, used = _sorted_keys(entry, exists, head, key_order, key_mask, kv_len, mask_stride)
+        seen = used[None, :]
+        if left is not None:
+            seen = seen & _in_window(position, positions, left, right)
+        bias = tl.where(seen, 0.0, float("-inf"))
+    return head * kv_len + positions, used, bias
 
 
 @triton.jit
@@ -161,12 +153,6 @@ def _add_scores(scores, values, row_max, total, sums, PRECISION: tl.constexpr):
     kept = tl.exp2(row_max - finite)
     sums = sums * kept[:, None] + _dot(weights.to(values.dtype), values, PRECISION)  # (BLOCK_M, Dv)
     return new_max, total * kept + tl.sum(weights, 1), sums
-
-
-@triton.jit
-def _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION: tl.constexpr):
-    scores = _dot(queries, tl.trans(keys), PRECISION) * scale + bias  # (BLOCK_M, BLOCK_N)
-    return _add_scores(scores, values, row_max, total, sums, PRECISION)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -184,26 +170,20 @@ def block_forward(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     sums = tl.zeros((BLOCK_M, PADDED_V), tl.float32)
-    if start is not None or left is not None:
-        low, high = _range_of_program(start, block, first, last, kv_len, range_len, left, right)
-        for at in range(low, high, BLOCK_N):
-            positions, used, bias = _keys_of_range(
-                at, high, head, position, key_order, key_mask, kv_len, mask_stride, left, right, BLOCK_N
+    for is_list in tl.static_range(2):  # first the keys of a range or window
+        if (listed is not None) if is_list else (start is not None or left is not None):
+            low, high = _bounds(
+                start, num_listed, block, first, last, kv_len, range_len, list_size, left, right, is_list
             )
-            keys = _load_rows(key, head * kv_len + positions, used, DIM, PADDED)
-            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_V)
-            row_max, total, sums = _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION)
-    if listed is not None:
-        list_len = list_size
-        if num_listed is not None:
-            list_len = tl.load(num_listed + block).to(tl.int32)
-        for at in range(0, list_len, BLOCK_N):
-            positions, used, bias = _keys_of_list(
-                at, list_len, block * list_size, position, listed, log_weight, start, left, right, IS_CAUSAL, BLOCK_N
-            )
-            keys = _load_rows(key, head * kv_len + positions, used, DIM, PADDED)
-            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_V)
-            row_max, total, sums = _softmax_step(queries, keys, values, bias, row_max, total, sums, scale, PRECISION)
+            for at in range(low, high, BLOCK_N):
+                own, used, bias = _keys_of_block(
+                    at + tl.arange(0, BLOCK_N), high, head, block, position, start, key_order, key_mask, listed,
+                    log_weight, kv_len, list_size, mask_stride, left, right, is_list, IS_CAUSAL,
+                )  # fmt: skip
+                keys = _load_rows(key, own, used, DIM, PADDED)
+                values = _load_rows(value, own, used, VALUE_DIM, PADDED_V)
+                scores = _dot(queries, tl.trans(keys), PRECISION) * scale + bias  # (BLOCK_M, BLOCK_N)
+                row_max, total, sums = _add_scores(scores, values, row_max, total, sums, PRECISION)
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     tl.store(lse + row, tl.where(empty, float("-inf"), (row_max + tl.log2(total)) * _LN_2), exists)
@@ -248,37 +228,31 @@ def block_query_gradients(
     tl.store(delta + row, own_delta, exists)
     own_lse = _load_lse(lse, row, exists)
     sums = tl.zeros((BLOCK_M, PADDED), tl.float32)
-    if start is not None or left is not None:
-        low, high = _range_of_program(start, block, first, last, kv_len, range_len, left, right)
-        for at in range(low, high, BLOCK_N):
-            positions, used, bias = _keys_of_range(
-                at, high, head, position, key_order, key_mask, kv_len, mask_stride, left, right, BLOCK_N
+    for is_list in tl.static_range(2):  # first the keys of a range or window
+        if (listed is not None) if is_list else (start is not None or left is not None):
+            low, high = _bounds(
+                start, num_listed, block, first, last, kv_len, range_len, list_size, left, right, is_list
             )
-            keys = _load_rows(key, head * kv_len + positions, used, DIM, PADDED)
-            values = _load_rows(value, head * kv_len + positions, used, VALUE_DIM, PADDED_V)
-            _, scores = _pair_gradients(queries, keys, values, bias, own_lse, grad, own_delta, scale, PRECISION)
-            sums += _dot(scores.to(keys.dtype), keys, PRECISION)  # (BLOCK_M, D)
-    if listed is not None:
-        list_len = list_size
-        if num_listed is not None:
-            list_len = tl.load(num_listed + block).to(tl.int32)
-        for at in range(0, list_len, BLOCK_N):
-            positions, used, bias = _keys_of_list(
-                at, list_len, block * list_size, position, listed, log_weight, start, left, right, IS_CAUSAL, BLOCK_N
-            )
-            own = head * kv_len + positions
-            keys = _load_rows(key, own, used, DIM, PADDED)
-            values = _load_rows(value, own, used, VALUE_DIM, PADDED_V)
-            weights, scores = _pair_gradients(queries, keys, values, bias, own_lse, grad, own_delta, scale, PRECISION)
-            some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION)  # (BLOCK_N, Dv)
-            _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_V)
-            if grad_log_weight is not None:
-                entry = block * list_size + at + tl.arange(0, BLOCK_N)
-                tl.atomic_add(grad_log_weight + entry, tl.sum(scores, 0), used, sem="relaxed")
-            scores = scores.to(keys.dtype)
-            some = _dot(tl.trans(scores), queries, PRECISION) * scale  # (BLOCK_N, D)
-            _add_to_rows(grad_key, own, used, some, DIM, PADDED)
-            sums += _dot(scores, keys, PRECISION)
+            for at in range(low, high, BLOCK_N):
+                entry = at + tl.arange(0, BLOCK_N)
+                own, used, bias = _keys_of_block(
+                    entry, high, head, block, position, start, key_order, key_mask, listed, log_weight, kv_len,
+                    list_size, mask_stride, left, right, is_list, IS_CAUSAL,
+                )  # fmt: skip
+                keys = _load_rows(key, own, used, DIM, PADDED)
+                values = _load_rows(value, own, used, VALUE_DIM, PADDED_V)
+                weights, scores = _pair_gradients(
+                    queries, keys, values, bias, own_lse, grad, own_delta, scale, PRECISION
+                )
+                if is_list:
+                    some = _dot(tl.trans(weights.to(grad.dtype)), grad, PRECISION)  # (BLOCK_N, Dv)
+                    _add_to_rows(grad_value, own, used, some, VALUE_DIM, PADDED_V)
+                    if grad_log_weight is not None:
+                        of_entry = grad_log_weight + block * list_size + entry
+                        tl.atomic_add(of_entry, tl.sum(scores, 0), used, sem="relaxed")
+                    some = _dot(tl.trans(scores.to(keys.dtype)), queries, PRECISION) * scale  # (BLOCK_N, D)
+                    _add_to_rows(grad_key, own, used, some, DIM, PADDED)
+                sums += _dot(scores.to(keys.dtype), keys, PRECISION)  # (BLOCK_M, D)
     _store_rows(grad_query, row, exists, sums * scale, DIM, PADDED)
 
 
