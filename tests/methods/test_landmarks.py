@@ -16,8 +16,8 @@ from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar import attempts as schedule
 from hf_efficient_attn.ops.nearfar import within_bound
+from hf_efficient_attn.ops.nearfar.attempts import screening_error
 from hf_efficient_attn.ops.nearfar.groups import directions, find_near_keys, group_queries, replace_counted
-from hf_efficient_attn.ops.nearfar.screening import screening_error
 from hf_efficient_attn.ops.thinning import choose_pivots
 from instances import inputs, numbers, relative_error
 from promises import Memory

@@ -16,7 +16,7 @@ from hf_efficient_attn.ops.clusters import middle_positions
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.nearfar import attempts
-from hf_efficient_attn.ops.nearfar.screening import NUM_KEYS, screening_error
+from hf_efficient_attn.ops.nearfar.attempts import COPY_KEYS, screening_error
 from hf_efficient_attn.ops.row_error import row_error, sample_rows
 
 # A bound between the limit and `_CLOSE` times the limit is computed again from `_MORE_ROWS` times as many rows: with
@@ -52,13 +52,7 @@ class Forms(NamedTuple):
 
 
 def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute attention of each head with as many columns as it needs, or exactly.
-
-    Args:
-        heads: the heads of B sequences, (BH, N, .).
-        forms: the forms of the heads, and the bound of their error.
-        num_heads: H.
-        scale: factor of the scores.
+    """Compute attention of each of the BH heads of some sequences with as many columns as it needs, or exactly.
 
     Returns:
         The output (BH, Nq, Dv or Dv + 1), and the columns of every head, int64 (BH,); 0 for an exact head.
@@ -70,7 +64,7 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
     schedule = attempts.Attempts(
         *shape, kv_len, columns=forms.columns, length=forms.length, max_error=forms.max_error, device=device
     )
-    if kv_len > 2 * NUM_KEYS:  # in shorter sequences an attempt costs less than the copy
+    if kv_len > 2 * COPY_KEYS:  # in shorter sequences an attempt costs less than the copy
         schedule.expect(widened(screening_error(*heads, scale=scale)).view(shape))
     value_dim = heads.value.shape[2]
     dtype = accumulation_dtype(heads.value.dtype) if forms.with_lse else heads.value.dtype
