@@ -169,17 +169,16 @@ def from_float64(make: _Function) -> _Function:
 
     @functools.wraps(make)
     def call(first: Any, *arguments: Any, **named: Any) -> Tensor:
+        numbers: Tensor
         if wide_dtype(first.device) == torch.float64:
-            numbers: Tensor = make(first, *arguments, **named)
+            numbers = make(first, *arguments, **named)
             return numbers
-        return _rounded(make(first._replace(device=_CPU), *arguments, **named)).to(first.device)
+        numbers = make(first._replace(device=_CPU), *arguments, **named)
+        near = numbers.to(torch.float32)
+        near = torch.where(near.abs() > numbers.abs(), near.nextafter(torch.zeros_like(near)), near)
+        return near.to(first.device)
 
     return cast(_Function, call)
-
-
-def _rounded(x: Tensor) -> Tensor:
-    near = x.to(torch.float32)
-    return torch.where(near.abs() > x.abs(), near.nextafter(torch.zeros_like(near)), near)
 
 
 def in_float64(function: _Function) -> _Function:

@@ -2,7 +2,8 @@
 
 A backend with kernels has two modules: one for its calls, which imports no Triton, and one for the kernels, whose name
 begins with `triton_`. It describes each launch as a `Launch` and asks `takes` and `passes_check` before. With
-HEA_KERNELS=plain in the environment no kernel is used.
+HEA_KERNELS=plain in the environment no kernel is used. With TRITON_INTERPRET=1 before the first import of Triton, the
+kernels run on the CPU.
 """
 
 import importlib.util

@@ -33,17 +33,14 @@ def _width(call: LinearCall) -> int:
 
 
 def _applies(call: LinearCall) -> bool:
-    if (
-        call.features.directions is None
-        or call.is_causal
-        or (linear_attention.precision(call.value), _width(call)) not in _TILES
-    ):
+    if call.features.directions is None or call.is_causal:
         return False
     if not call.query.dtype == call.key.dtype == call.value.dtype:
         return False
-    if not linear_attention.suits(call, _width(call)):
+    if (linear_attention.precision(call.value), _width(call)) not in _TILES:
         return False
-    return linear_attention.passes_check("random features", call, _attend)
+    suits = linear_attention.suits(call, _width(call))
+    return suits and linear_attention.passes_check("random features", call, _attend)
 
 
 def _attend(call: LinearCall) -> Partial:

@@ -4,9 +4,6 @@ A program of `cluster_landmarks` makes the landmark of one cluster. A program of
 one block, which all see the same clusters. It attends to near keys, then sums what all landmarks may miss, and then
 attends to landmarks. The keys of a cluster that one of its queries has chosen are read where they are, and count for
 the queries that have chosen it. So no pairs of queries and clusters are stored or sorted.
-
-Only `hf_efficient_attn.ops.backends.cluster_attention` imports this module, which documents the tensors. With
-TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels run on the CPU.
 """
 
 import triton

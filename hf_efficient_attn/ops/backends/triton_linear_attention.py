@@ -11,9 +11,7 @@ c = grad_lse - out . grad_out. The gradients of psi_j and v_j are the sums of ph
 causal scan of queries has the reverse order.
 
 Operands of products are in bfloat16, or in float32: "tf32" for inputs in float16, whose range the sums exceed, and
-"tf32x3". Everything else is in float32. Only `hf_efficient_attn.ops.backends.linear_attention` imports this module,
-which documents the arguments. With TRITON_INTERPRET=1 in the environment before the first import of Triton, the kernels
-run on the CPU.
+"tf32x3". Everything else is in float32. `hf_efficient_attn.ops.backends.linear_attention` documents the arguments.
 """
 
 import math

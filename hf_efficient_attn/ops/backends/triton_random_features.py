@@ -8,7 +8,7 @@ G_f . V_f - sum_i p_if c_i. `direction_sums` computes these sums and those of th
 `direction_gradient` the gradients of queries and of keys.
 
 Directions are the sum of two numbers, unless products have the precision "tf32x3": rounded once, they would be other
-features. Logs are to base 2. Only `hf_efficient_attn.ops.backends.random_features` imports this module.
+features. Logs are to base 2.
 """
 
 import triton

@@ -116,13 +116,8 @@ def query_blocks(query: Tensor, block_size: int) -> QueryBlocks:
 def cluster_index(query: Tensor, key: Tensor, levels: tuple[Level, ...]) -> Tensor:
     """Split the keys of the chunks of each level into clusters of keys with similar scores for earlier queries.
 
-    Keys are compared along the directions in which evenly spaced queries of the first chunk of a level differ most. A
-    chunk takes the last of these chunks that has ended when it ends.
-
-    Args:
-        query: (BH, N, D).
-        key: (BH, N, D).
-        levels: the sizes of chunks and clusters.
+    Keys (BH, N, D) are compared along the directions in which evenly spaced queries of the first chunk of a level
+    differ most. A chunk takes the last of these chunks that has ended when it ends.
 
     Returns:
         int32 or int64 (BH, S), positions in the sequence: those of one cluster after another, of one level after
@@ -200,15 +195,9 @@ def _last_blocks(length: int, levels: tuple[Level, ...], block_size: int, device
 def make_clusters(
     key: Tensor, value: Tensor, levels: tuple[Level, ...], index: Sequence[Tensor], blocks: QueryBlocks, block_size: int
 ) -> Clusters:
-    """Make landmarks for the clusters of levels whose clusters have the same size.
+    """Make landmarks for the clusters, int64 (BH, M, leaf) of each of some levels, whose clusters have the same size.
 
-    Args:
-        key: (BH, N, D).
-        value: (BH, N, Dv).
-        levels: the sizes of chunks and clusters.
-        index: int64 (BH, M, leaf), the keys of the clusters of each level.
-        blocks: the means of blocks of queries, in the accumulation dtype.
-        block_size: tokens of a block.
+    Keys are (BH, N, D) and values (BH, N, Dv). The means of blocks of queries are in the accumulation dtype.
     """
     members = torch.cat(list(index), 1)  # (BH, M, leaf)
     given = take(key, members), take(value, members)  # (BH, M, leaf, .)

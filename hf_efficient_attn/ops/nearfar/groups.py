@@ -130,14 +130,9 @@ def halve(points: Tensor, levels: int) -> Tensor:
 
 
 def halve_groups(points: Tensor, order: Tensor) -> Tensor:
-    """Halve groups of points along their first principal direction.
+    """Halve groups, int64 (G, n), of points (S, F) along their first principal direction.
 
-    Args:
-        points: (S, F), whose fourth powers do not overflow.
-        order: int64 (G, n), the points of each group.
-
-    Returns:
-        int64 (2 G, n / 2), both halves of one group after another.
+    Fourth powers of the points must not overflow. The result has both halves of one group after another, (2 G, n / 2).
     """
     x = torch.embedding(points, order)  # (G, n, F)
     centered = x - x.mean(1, keepdim=True)
