@@ -21,7 +21,7 @@ from hf_efficient_attn.ops.backends import devices
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.features import sums
 from hf_efficient_attn.ops.features.maps import elu_features, elu_map, favor, log_weights_naive, orthogonal_features
-from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal
+from hf_efficient_attn.ops.features.sums import Tokens, add_to_state, causal, numel_of_head
 from hf_efficient_attn.ops.sampled_keys.hashing import hash_keys, hyperplanes
 from hf_efficient_attn.ops.sampled_keys.sampling import inclusion_probabilities
 from hf_efficient_attn.ops.strata import independent_sample, stratified_ranks, systematic_sample
@@ -258,6 +258,11 @@ def test_the_causal_scan(name, with_state, monkeypatch):
         return scores.softmax(-1).nan_to_num(0.0) @ value, scores.logsumexp(-1)
 
     close(outputs(ours), outputs(naive))
+
+
+def test_the_size_of_a_slice_does_not_depend_on_the_number_of_heads():
+    key = torch.empty(2, 3, 50, 8)
+    assert numel_of_head(key, 16, is_causal=False) == numel_of_head(key.flatten(0, 1), 16, is_causal=False) == 50 * 16
 
 
 def test_the_features_of_very_negative_numbers_are_no_zeros():

@@ -166,9 +166,9 @@ def count_of(features: Features, tokens: Tokens) -> int:
 
 
 def numel_of_head(key: Tensor, num_features: int, *, is_causal: bool) -> int:
-    """Count the numbers of a head's temporaries, for keys (BH, N, D), as `slice_size` takes it."""
+    """Count the numbers of a head's temporaries, for keys (..., N, D), as `slice_size` takes it."""
     segment = _CHUNK * scan_chunks(key.device) if is_causal else _SEGMENT
-    return min(key.shape[1], segment) * max(num_features, key.shape[2])
+    return min(key.shape[-2], segment) * max(num_features, key.shape[-1])
 
 
 def _segments(step: int, *tensors: Any) -> list[tuple[Any, ...]]:
