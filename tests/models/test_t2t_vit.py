@@ -310,12 +310,15 @@ performer = functools.partial(tiny, tokens_type="performer")
 def test_half_precision(make, method, dtype):
     model = make()
     model.set_attn_implementation(method)
-    run = biggan.images if make is biggan_of else logits
+
+    def run(model):  # the error of a few pictures depends on the weights, and these on the version
+        return biggan.images(model) if make is biggan_of else logits(model, images(64, 3, 32, 32).to(model.dtype))
+
     expected = run(model)
     with torch.autocast("cpu", dtype=dtype):
         mixed = run(model)
     for found in (mixed, run(model.to(dtype))):
-        assert torch.isfinite(found).all() and (found.float() - expected).norm() < 0.35 * expected.norm()
+        assert torch.isfinite(found).all() and (found.float() - expected).norm() < 0.3 * expected.norm()
     assert found.dtype == dtype
 
 
