@@ -142,6 +142,8 @@ def _first_tokens(batch_heads: int, length: int, ndim: int, device: torch.device
 
 def clamp_index(index: Tensor, last: Tensor | int) -> Tensor:
     """Clamp indices in place to 0 .. last, and to 0 where `last` is negative."""
+    if isinstance(last, int):  # one operation
+        return index.clamp_(0, max(0, last))
     return index.clamp_(max=last).clamp_(min=0)
 
 
