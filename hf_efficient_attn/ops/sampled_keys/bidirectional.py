@@ -241,8 +241,7 @@ def probe_norms(
     # The factor is in the few weights of the rows: after the product, or as its `alpha`, it would be rounded otherwise
     # with a mask than without, and in the next layer other keys would be sampled.
     member = member.to(squares.dtype).mul_(share.unsqueeze(2) if isinstance(share, Tensor) else share)
-    norms = torch.bmm(member, squares)  # (BH, G, R) @ (BH, R, Nk)
-    return norms.to(accumulation_dtype(squares.dtype)), group  # (BH, G, Nk)
+    return torch.bmm(member, squares), group  # (BH, G, R) @ (BH, R, Nk) -> (BH, G, Nk)
 
 
 def sampling_scores(

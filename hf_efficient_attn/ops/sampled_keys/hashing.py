@@ -106,8 +106,11 @@ def plan_lsh(
     kv_len = key.shape[1]
     block_q = block_size if block_q is None else block_q
     query_mask = key_mask if q_len == kv_len else None
-    query_keys, query_order = hash_keys(query, num_hashes, draws, query_mask).sort(stable=True)
-    keys, key_order = hash_keys(key, num_hashes, draws, key_mask).sort(stable=True)
+    hashed = hash_keys(query, num_hashes, draws, query_mask), hash_keys(key, num_hashes, draws, key_mask)
+    if q_len == kv_len <= 16384:  # an accelerator sorts both of up to so many tokens as fast as one
+        (query_keys, keys), (query_order, key_order) = torch.stack(hashed).sort(stable=True)
+    else:
+        (query_keys, query_order), (keys, key_order) = (x.sort(stable=True) for x in hashed)
     num_keys = kv_len if key_mask is None else key_mask.sum(1, keepdim=True)
     num_queries = q_len if query_mask is None else num_keys
     start = block_starts(query_keys, keys, num_queries, num_keys, block_q, block_size)
