@@ -18,7 +18,8 @@ Departures from the paper:
 - Pivots are drawn in blocks, and from `num_candidates` evenly spaced keys. All keys have weights. The paper limits the
   cost of the pivots by bins of keys, each with a coreset of its own, instead.
 - R_K is the largest norm of a candidate. It has no influence on the temperature if beta R_K R_Q is below 1e-3.
-- The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal.
+- The inverse has a ridge of 1e-3, for kernels that are scaled to a unit diagonal. The columns of W for the coreset's
+  own keys are those of the identity, as without a ridge.
 - With up to `num_samples` keys the output is exact attention.
 
 There is no causal form, because the coreset contains keys of the future. Dropout acts on the weights of the coreset in
@@ -79,12 +80,13 @@ def _choose(config: WildCatConfig, query: Tensor, key: Tensor, num_heads: int, o
     """Choose the coreset of keys (BH, n, D) for queries (BH, Nq, D)."""
     mean = key.mean(1, keepdim=True, dtype=accumulation_dtype(key.dtype))
     num_candidates = min(key.shape[1], max(config.num_samples, config.num_candidates))
-    candidates = key.index_select(1, even_positions(key.shape[1], num_candidates, key.device)) - mean  # (BH, C, D)
+    positions = even_positions(key.shape[1], num_candidates, key.device)  # (C,)
+    candidates = key.index_select(1, positions) - mean  # (BH, C, D)
     factor = kernel_scale_of(query, candidates, options.scale)  # (BH, 1, 1)
     batch = len(key) // num_heads
     draws = Draws(options.seed, key.device)
     pivot, _ = choose_pivots(candidates * factor.sqrt(), None, config.num_samples, draws=draws, batch=batch)  # (BH, m)
-    return Coreset(take(candidates, pivot), factor, mean)
+    return Coreset(positions[pivot], take(candidates, pivot), factor, mean)
 
 
 def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

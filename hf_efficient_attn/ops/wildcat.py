@@ -1,6 +1,8 @@
 """WildCat: a coreset, a few weighted keys that represent all keys.
 
-With Nystrom weights (`regularized_solve`), a coreset approximates the kernel exp(<x, y>) of all keys by its own keys.
+With Nystrom weights (`regularized_solve`), a coreset approximates the kernel exp(<x, y>) of all other keys by its own
+keys. A key of the coreset stands for itself. If it took part in the sums, the error of the ridge and of rounding, which
+large queries multiply, would stay however large the coreset is.
 `hf_efficient_attn.methods.wildcat` explains the quantities (Schroeder, Mackey, ICML 2026).
 """
 
@@ -8,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
+from torch.nn.functional import one_hot, threshold
 
 from hf_efficient_attn.ops.attend import Partial, attend, output_of
 from hf_efficient_attn.ops.backends.devices import in_float64, precise_dtype
 from hf_efficient_attn.ops.clusters import RIDGE, gaussian_kernel, regularized_solve, with_ones
+from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.slices import slice_size, sliced
 
 # WildCat's constant of the temperature, 1 / W_0(1 / sqrt(1 + exp(2 W_0(2 / e^2) + 2))) with Lambert's function W_0.
@@ -28,6 +31,7 @@ _LARGEST_HALF = 6e4
 class Coreset(NamedTuple):
     """A coreset of m keys."""
 
+    place: Tensor  # int64 (BH, m), the keys' positions in the sequence
     keys: Tensor  # (BH, m, D), centered, in the accumulation dtype
     kernel_scale: Tensor  # (BH, 1, 1), from `kernel_scale_of`
     mean: Tensor  # (BH, 1, D), the mean of all keys
@@ -91,13 +95,16 @@ def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool, with
         (BH, 1, 1, m); `middle` and `half` (BH, 1, Dv), of the range of each feature of the values; and the log of the
         factor (BH, 1, 1) that numerator and denominator lack.
     """
-    keys, kernel_scale, mean = coreset
-    # Sum the kernel's row of each coreset key over all keys: exp(lse) [out, 1].
-    if precise_dtype(key) == keys.dtype:
+    place, keys, kernel_scale, mean = coreset
+    # Sum the kernel's row of each coreset key over all other keys: exp(lse) [out, 1].
+    dtype = precise_dtype(key)
+    others = torch.zeros(key.shape[:2], dtype=dtype, device=key.device).scatter_(1, place, -torch.inf)[:, None, None]
+    if dtype == keys.dtype:
         rows = (keys * kernel_scale)[:, None]  # (BH, 1, m, D)
-        out, lse = (x[:, 0] for x in attend(rows, (key - mean)[:, None], value[:, None].to(keys.dtype), scale=1.0))
+        points, values = (key - mean)[:, None], value[:, None].to(dtype)
+        out, lse = (x[:, 0] for x in attend(rows, points, values, others, scale=1.0))
     else:
-        out, lse = _sums_in_float16(key, value, coreset)
+        out, lse = _sums_in_float16(key, value, coreset, others)
     ends = torch.stack((value.amin(1, keepdim=True), value.amax(1, keepdim=True))).to(keys.dtype)  # (2, BH, 1, Dv)
     middle = 0.5 * (ends[1] + ends[0])
     half = 0.5 * (ends[1] - ends[0])
@@ -107,22 +114,24 @@ def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool, with
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(keys.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    weighted, bias, factor = _solved(keys, kernel_scale, lse, (out - middle) / unit, with_lse)
+    values = torch.stack((out, take(value, place).to(out.dtype))) - middle  # (2, BH, m, Dv)
+    weighted, bias, factor = _solved(keys, kernel_scale, lse, *(values / unit), with_lse)
     return weighted.to(keys.dtype), bias.view(len(key), 1, 1, -1).to(keys.dtype), middle, half, factor.to(keys.dtype)
 
 
-def _sums_in_float16(key: Tensor, value: Tensor, coreset: Coreset) -> tuple[Tensor, Tensor]:
+def _sums_in_float16(key: Tensor, value: Tensor, coreset: Coreset, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Compute out (BH, m, Dv) and lse (BH, m) by products in float16, which holds the keys and values exactly.
 
-    The rows are the sums of two numbers, for which there are two copies of each key.
+    The bias (BH, 1, 1, Nk) is -inf for keys that are left out. The rows are the sums of two numbers, for which there
+    are two copies of each key.
     """
-    keys, kernel_scale, mean = coreset
+    _, keys, kernel_scale, mean = coreset
     (key, key_unit), (value, unit) = _as_float16(key), _as_float16(value)
     rows = keys * kernel_scale  # (BH, m, D)
     exact = (rows * key_unit).clamp(-_LARGEST_HALF, _LARGEST_HALF)
     high = exact.to(key.dtype)
     pairs = torch.cat((high, (exact - high).to(key.dtype)), 2)  # (BH, m, 2 D)
-    out, lse = (x[:, 0] for x in attend(pairs[:, None], key.repeat(1, 1, 2)[:, None], value[:, None], scale=1.0))
+    out, lse = (x[:, 0] for x in attend(pairs[:, None], key.repeat(1, 1, 2)[:, None], value[:, None], bias, scale=1.0))
     # Without the mean, scores of a row are larger by one number. The weights are the same, and the lse is larger by it.
     return out * unit, lse - (rows * mean).sum(2)
 
@@ -136,9 +145,11 @@ def _as_float16(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @in_float64
 def _solved(
-    keys: Tensor, kernel_scale: Tensor, lse: Tensor, values: Tensor, with_lse: bool
+    keys: Tensor, kernel_scale: Tensor, lse: Tensor, means: Tensor, values: Tensor, with_lse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh the means (BH, m, Dv) and 1 by the inverse of the kernel matrix of the coreset.
+    """Weigh the means (BH, m, Dv) of the other keys, and 1, by the inverse of the kernel matrix of the coreset.
+
+    The values (BH, m, Dv) of the coreset's own keys are added as they are.
 
     Returns (BH, m, Dv + 1), a bias (BH, m, 1), and the log of the common factor (BH, 1, 1).
 
@@ -147,20 +158,21 @@ def _solved(
     points = keys * kernel_scale.double().sqrt()  # (BH, m, D)
     log_size = -0.5 * points.square().sum(2, keepdim=True)  # (BH, m, 1)
     logs = lse.unsqueeze(2) + log_size  # (BH, m, 1)
-    weights = logs.softmax(1)
-    weighted = regularized_solve(gaussian_kernel(points), with_ones(values) * weights, RIDGE)
+    total = torch.maximum(logs, -log_size).logsumexp(1, keepdim=True)  # (BH, 1, 1)
+    rest, own = ((x - total).exp() for x in (logs, -log_size))
+    weighted = regularized_solve(gaussian_kernel(points), with_ones(means) * rest, RIDGE) + with_ones(values) * own
     # The size of the weights goes into the exponent of the query. Of outputs it has no gradient, but of the least lse.
     size = torch.linalg.vector_norm(weighted if with_lse else weighted.detach(), torch.inf, 2, keepdim=True).clamp(
         min=1e-300
     )  # (BH, m, 1)
-    return weighted / size, size.log() + log_size, logs.logsumexp(1, keepdim=True)
+    return weighted / size, size.log() + log_size, total
 
 
 def coreset_naive(
     query: Tensor, key: Tensor, value: Tensor, coreset: Coreset, *, scale: float, with_lse: bool = False
 ) -> Tensor:
     """Compute `attend_to_coreset` in the readable form for float64 inputs, with dense weights of all keys."""
-    keys, kernel_scale, mean = coreset
+    place, keys, kernel_scale, mean = coreset
     key = key - mean
     root = kernel_scale.sqrt()
     points = root * keys
@@ -171,7 +183,10 @@ def coreset_naive(
     kernel_rows = (exponents - largest).exp()
     kernel = (points @ points.mT - half_norm - half_norm.mT).exp()
     identity = torch.eye(keys.shape[1], dtype=kernel.dtype, device=kernel.device)
-    weights = torch.linalg.solve(kernel + RIDGE * identity, kernel_rows)  # (BH, m, Nk)
+    own = one_hot(place, key.shape[1]).to(kernel.dtype)  # (BH, m, Nk), 1 for the coreset's keys
+    others = kernel_rows * (1.0 - own.sum(1, keepdim=True))
+    weights = torch.linalg.solve(kernel + RIDGE * identity, others)  # (BH, m, Nk)
+    weights = weights + (half_norm - largest).exp() * own
     low = value.amin(1, keepdim=True)
     high = value.amax(1, keepdim=True)
     middle = (low + high) / 2

@@ -62,6 +62,14 @@ def test_the_paper_without_its_numerical_precautions(monkeypatch):
     torch.testing.assert_close(wildcat(query, key, value, num_samples=9, seed=5)[0], expected, rtol=1e-7, atol=1e-7)
 
 
+def test_wildcat_converges_with_large_scores():
+    """Scores of up to 1,000: the ridge and rounding of the kernel have no part in the coreset's own keys."""
+    tensors = inputs(q_len=256, head_dim=8, spread=14.0)
+    exact = scaled_dot_product_attention(*tensors)
+    few, half, many, most = (relative_error(wildcat(*tensors, num_samples=n), exact) for n in (64, 128, 192, 250))
+    assert few > half > 100 * many and max(many, most) < 1e-3
+
+
 @pytest.mark.parametrize("size", [1.0, 1e30])
 def test_float16_loses_no_precision(size, monkeypatch):
     """Accelerators compute bfloat16 in it, also if values are out of its range and a key is far from the others."""
@@ -105,7 +113,7 @@ def test_outputs_that_are_clipped_and_without_a_denominator(monkeypatch):
         assert relative_error(x, y) < 1e-9
     middle = (value.amin(1, keepdim=True) + value.amax(1, keepdim=True)) / 2
     with monkeypatch.context() as patched:
-        patched.setattr(wildcat_ops, "regularized_solve", lambda kernel, right, ridge: -right)
+        patched.setattr(wildcat_ops, "regularized_solve", lambda kernel, right, ridge: -right - 2.0)
         out = wildcat(*tensors, num_samples=10).flatten(0, 1)
         torch.testing.assert_close(out, middle.expand_as(out))
     monkeypatch.setattr(wildcat_ops, "LEAST_DENOMINATOR", 2.0)
