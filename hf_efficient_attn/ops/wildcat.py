@@ -114,8 +114,8 @@ def _weighted(key: Tensor, value: Tensor, coreset: Coreset, *, drops: bool, with
     # If a feature is constant, its range is rounding.
     finfo = torch.finfo(keys.dtype)
     unit = torch.add(half, middle.abs(), alpha=8 * finfo.eps).clamp(min=finfo.tiny)
-    values = torch.stack((out, take(value, place).to(out.dtype))) - middle  # (2, BH, m, Dv)
-    weighted, bias, factor = _solved(keys, kernel_scale, lse, *(values / unit), with_lse)
+    means, own = ((x - middle) / unit for x in (out, take(value, place)))  # (BH, m, Dv) each
+    weighted, bias, factor = _solved(keys, kernel_scale, lse, means, own, with_lse)
     return weighted.to(keys.dtype), bias.view(len(key), 1, 1, -1).to(keys.dtype), middle, half, factor.to(keys.dtype)
 
 
