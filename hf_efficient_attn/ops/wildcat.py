@@ -159,13 +159,15 @@ def _solved(
     log_size = -0.5 * points.square().sum(2, keepdim=True)  # (BH, m, 1)
     logs = lse.unsqueeze(2) + log_size  # (BH, m, 1)
     total = torch.maximum(logs, -log_size).logsumexp(1, keepdim=True)  # (BH, 1, 1)
-    rest, own = ((x - total).exp() for x in (logs, -log_size))
-    weighted = regularized_solve(gaussian_kernel(points), with_ones(means) * rest, RIDGE) + with_ones(values) * own
+    solved = regularized_solve(gaussian_kernel(points), with_ones(means) * (logs - total).exp(), RIDGE)
     # The size of the weights goes into the exponent of the query. Of outputs it has no gradient, but of the least lse.
-    size = torch.linalg.vector_norm(weighted if with_lse else weighted.detach(), torch.inf, 2, keepdim=True).clamp(
-        min=1e-300
-    )  # (BH, m, 1)
-    return weighted / size, size.log() + log_size, total
+    size = torch.linalg.vector_norm(solved if with_lse else solved.detach(), torch.inf, 2, keepdim=True)  # (BH, m, 1)
+    least = size.clamp(min=1e-300)
+    log_solved = torch.where(size > 0.0, least.log(), -torch.inf)
+    log_own = -log_size - total
+    largest = torch.maximum(log_solved, log_own if with_lse else log_own.detach())
+    weighted = solved / least * (log_solved - largest).exp() + with_ones(values) * (log_own - largest).exp()
+    return weighted, largest + log_size, total
 
 
 def coreset_naive(
