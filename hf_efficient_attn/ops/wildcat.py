@@ -1,8 +1,8 @@
 """WildCat: a coreset, a few weighted keys that represent all keys.
 
 With Nystrom weights (`regularized_solve`), a coreset approximates the kernel exp(<x, y>) of all other keys by its own
-keys. A key of the coreset stands for itself. If it took part in the sums, the error of the ridge and of rounding, which
-large queries multiply, would stay however large the coreset is.
+keys, which are exact. If they took part in the sums, large queries would multiply the error of the ridge and of
+rounding, and the output would not converge.
 `hf_efficient_attn.methods.wildcat` explains the quantities (Schroeder, Mackey, ICML 2026).
 """
 

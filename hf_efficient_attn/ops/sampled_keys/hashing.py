@@ -107,7 +107,7 @@ def plan_lsh(
     block_q = block_size if block_q is None else block_q
     query_mask = key_mask if q_len == kv_len else None
     hashed = hash_keys(query, num_hashes, draws, query_mask), hash_keys(key, num_hashes, draws, key_mask)
-    if q_len == kv_len <= 16384:  # an accelerator sorts both of up to so many tokens as fast as one
+    if q_len == kv_len <= 16384:  # up to this length an accelerator sorts twice as many rows in the same time
         (query_keys, keys), (query_order, key_order) = torch.stack(hashed).sort(stable=True)
     else:
         (query_keys, query_order), (keys, key_order) = (x.sort(stable=True) for x in hashed)
