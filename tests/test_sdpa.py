@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import signal
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hf_efficient_attn as hea
 from each import close, refuses
@@ -18,7 +19,7 @@ from hf_efficient_attn.evaluation import crossover as measuring
 from hf_efficient_attn.methods import crossover, learns
 from hf_efficient_attn.sdpa.replacement import _running
 from instances import relative_error
-from tiny_models import FIRST, METHODS
+from tiny_models import FIRST, METHODS, output, tiny_batch, tiny_model
 
 LENGTH = 96
 SMALL = hea.NearFarConfig(block_size=16, num_samples=16)
@@ -285,6 +286,47 @@ def test_a_hook_that_fails_leaves_nothing_behind(x):
     assert torch.equal(plain(x), plain(x)) and not _running.modules
     for wrong, reason in ((("bert", "nearfar"), "give a torch"), ((plain, "linformer"), "learned parameters")):
         refuses(reason, hea.replace_sdpa, *wrong)
+
+
+def test_nothing_is_replaced_after_ctrl_c(x):
+    """PyTorch calls no hook when it ends a forward."""
+    plain, other = model(), model()
+    exact = other(x)
+    for runs_again in (True, False):
+        replacement = hea.replace_sdpa(plain, SMALL, min_length=0)
+        handle = plain[1].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            plain(x)
+        handle.remove()
+        assert torch.equal(other(x), exact)
+        assert not runs_again or not torch.equal(plain(x), exact)
+        replacement.remove()
+        assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_method_in_the_model_stays_as_it_is():
+    inner, inputs = tiny_model("bert", "nearfar"), tiny_batch("bert")
+    out = output(inner, inputs)
+    with hea.replace_sdpa(nn.Sequential(inner), "longformer", window_size=1, min_length=0):
+        assert torch.equal(output(inner, inputs), out)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_function_stays_exact(use_reentrant, x):
+    """Its backward pass would be exact, because it runs outside the module."""
+
+    class Block(Attention):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=use_reentrant)
+
+    block, gradients = Block(), []
+    for min_length in (LENGTH + 1, 0):
+        with hea.replace_sdpa(block, SMALL, min_length=min_length) as replacement:
+            block.zero_grad()
+            block(x.requires_grad_()).square().sum().backward()
+        gradients.append(block.qkv.weight.grad)
+    close(*gradients, 1e-5)
+    assert "checkpoint a module instead" in replacement.report()
 
 
 def test_cross_attention_of_other_sizes(x):

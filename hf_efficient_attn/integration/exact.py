@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.ops.attend import with_sinks
-from hf_efficient_attn.ops.exact import biased_exact
+from hf_efficient_attn.ops.exact import biased_exact, scaled_dot_product_attention
 
 # Queries for which one mask is built at a time.
 _BLOCK_Q = 256

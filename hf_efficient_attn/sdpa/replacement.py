@@ -9,21 +9,23 @@ import contextlib
 import functools
 import inspect
 import itertools
+import sys
 import threading
 import weakref
 import zlib
 from collections import Counter
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods import MethodConfig, attention, learns, make_config
 from hf_efficient_attn.ops import tracing
-from hf_efficient_attn.sdpa.choice import SHORT, Chooser
+from hf_efficient_attn.sdpa.choice import SHORT, Choice, Chooser
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # The attribute in which the module that `torch.compile` returns holds the module that it was given.
@@ -32,17 +34,29 @@ _NO_CALL = (
     "no call of scaled_dot_product_attention or nn.MultiheadAttention: the model has not run, or computes attention "
     "itself (in timm, set TIMM_FUSED_ATTN=1 before the import)"
 )
+_FUNCTION = (
+    "autograd has changed since the forward of the module began, as in gradient checkpointing of a function: "
+    "checkpoint a module instead"
+)
+
+
+class _Module(NamedTuple):
+    """A module that is in its forward pass."""
+
+    replacement: "SDPAReplacement"
+    name: str
+    # Of its draws in eval mode. In training, None: they come from the global generator, so that gradient checkpointing
+    # draws the same again.
+    seed: int | None
+    frame: FrameType | None  # that calls its forward; None in a graph
+    autograd: object  # `_autograd` before its forward
 
 
 class _Running(threading.local):
-    """The modules of this thread that are in their forward pass, the innermost one last.
-
-    Of each: the `SDPAReplacement` that prepared it, its name in the model, and the seed of its draws in eval mode; None
-    in training, in which they come from the global generator, so that gradient checkpointing draws the same again.
-    """
+    """The modules of this thread that are in their forward pass, the innermost one last."""
 
     def __init__(self) -> None:
-        self.modules: list[tuple[SDPAReplacement, str, int | None]] = []
+        self.modules: list[_Module] = []
 
 
 _running = _Running()
@@ -90,16 +104,17 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
         _replacements[self.key] = self
 
     def _enter(self, name: str, seed: int, module: nn.Module, *_: object) -> None:
-        if not any(replacement is self for replacement, *_ in _running.modules):
+        _forget_interrupted()
+        if not any(one.replacement is self for one in _running.modules):
             self.mode.__enter__()
-        _running.modules.append((self, name, None if module.training else seed))
+        _running.modules.append(_Module(self, name, None if module.training else seed, _caller(), _autograd()))
 
     def _leave(self, name: str, *_: object) -> None:
         # PyTorch calls this after every failure, also if another hook has failed before `_enter`.
         if not _running.modules or _running.modules[-1][:2] != (self, name):
             return
         _running.modules.pop()
-        if not any(replacement is self for replacement, *_ in _running.modules):
+        if not any(one.replacement is self for one in _running.modules):
             self.mode.__exit__(None, None, None)
 
     def report(self) -> str:
@@ -125,6 +140,7 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
         if self._handles:
             torch.compiler.reset()
         self._handles.clear()
+        _forget_interrupted()
 
     def __exit__(self, *_: object) -> None:
         self.remove()
@@ -192,6 +208,32 @@ def replacements_of(model: nn.Module) -> list[SDPAReplacement]:
     return list(dict.fromkeys(owner for owner in owners if isinstance(owner, SDPAReplacement)))
 
 
+@tracing.replaced_in_graphs(lambda: None)
+def _caller() -> FrameType | None:
+    """The frame that calls the forward of a module, from a call in one of its hooks."""
+    return sys._getframe(3)  # above this function, its decorator and the hook
+
+
+@tracing.replaced_in_graphs(lambda: None)
+def _autograd() -> object:
+    """What gradient checkpointing changes: whether gradients are recorded, and the hooks for tensors that are saved."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@tracing.replaced_in_graphs(lambda: None)
+def _forget_interrupted() -> None:
+    """Forget modules whose forward has ended without the hook of its end, which PyTorch does not call after Ctrl-C."""
+    frame: FrameType | None = sys._getframe()
+    frames: set[FrameType | None] = {None}
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    _running.modules[:] = [one for one in _running.modules if one.frame in frames]
+    active = {one.replacement for one in _running.modules}
+    while isinstance(mode := _get_current_function_mode(), _Mode) and mode.replacement not in active:
+        mode.__exit__(None, None, None)
+
+
 class _Mode(TorchFunctionMode):
     """Sees the functions of PyTorch that a model calls."""
 
@@ -201,16 +243,26 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # If several replacements are active, the innermost one decides, and the others do not see what it calls.
-        if _running.modules[-1][0] is not self.replacement:
-            return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _attend(self.replacement, *args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            return _multi_head(self.replacement, *args, **kwargs)
+        if func is F.scaled_dot_product_attention or func is F.multi_head_attention_forward:
+            _forget_interrupted()
+            # If several replacements are active, the innermost one decides, and the others do not see what it calls.
+            if _running.modules and _running.modules[-1].replacement is self.replacement:
+                compute: Any = _attend if func is F.scaled_dot_product_attention else _multi_head
+                return compute(self.replacement, *args, **kwargs)
         if func is Tensor.unflatten:  # calls super(), which Dynamo does not trace under a mode
             func = torch.unflatten
         return func(*args, **kwargs)
+
+
+@tracing.replaced_in_graphs(lambda choice: choice)
+def _checked(choice: Choice) -> Choice:
+    """The choice for a call, or exact attention in a function that is checkpointed without its module.
+
+    The backward pass computes the function again when the module is not in its forward pass, and thus exactly.
+    """
+    if _running.modules[-1].autograd == _autograd():
+        return choice
+    return choice._replace(reason=choice.reason or _FUNCTION)
 
 
 def _attend(
@@ -225,7 +277,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention`, with tensors (B, H, N, D)."""
-    choice = replacement.chooser.choose((query, key, value), attn_mask, dropout_p, is_causal, enable_gqa)
+    tensors = query, key, value
+    choice = _checked(replacement.chooser.choose(tensors, attn_mask, dropout_p, is_causal, enable_gqa))
     _count(replacement, query, key, choice.reason)
     if choice.reason:
         return F.scaled_dot_product_attention(
@@ -233,7 +286,7 @@ def _attend(
         )
     return attention(
         replacement.config, query, key, value, attention_mask=choice.key_mask, is_causal=choice.is_causal, scale=scale,
-        dropout_p=dropout_p, seed=_running.modules[-1][2],
+        dropout_p=dropout_p, seed=_running.modules[-1].seed,
     )  # fmt: skip
 
 
@@ -242,7 +295,7 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     call = _MULTI_HEAD.bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    choice = replacement.chooser.choose_multi_head(given)
+    choice = _checked(replacement.chooser.choose_multi_head(given))
     query, key, value = (given[x] for x in ("query", "key", "value"))
     _count(replacement, query, key, choice.reason)
     if choice.reason:
@@ -255,7 +308,7 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     query, key, value = (x.unflatten(2, heads).permute(1, 2, 0, 3) for x in projected)  # (B, H, N, D)
     out = attention(
         replacement.config, query, key, value, attention_mask=choice.key_mask, is_causal=choice.is_causal,
-        dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1][2],
+        dropout_p=given["dropout_p"] if given["training"] else 0.0, seed=_running.modules[-1].seed,
     )  # fmt: skip
     out = out.permute(2, 0, 1, 3).flatten(2)  # (Nq, B, E)
     return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
@@ -274,11 +327,11 @@ def _record(replacement: str, name: str, outcome: str) -> None:
 
 
 def _count_in_graph(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
-    _record(replacement.key, _running.modules[-1][1], _outcome(reason))
+    _record(replacement.key, _running.modules[-1].name, _outcome(reason))
 
 
 @tracing.replaced_in_graphs(_count_in_graph)
 def _count(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
     tensors = {"query": query, "key": key}
     shapes = ", ".join(f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x in tensors.items())
-    replacement.counts[_running.modules[-1][1], shapes, _outcome(reason)] += 1
+    replacement.counts[_running.modules[-1].name, shapes, _outcome(reason)] += 1

@@ -5,14 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, joined, may_hold
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import seed_value
-from hf_efficient_attn.ops.exact import biased_exact, exact_attention
+from hf_efficient_attn.ops.exact import biased_exact, exact_attention, scaled_dot_product_attention
 from hf_efficient_attn.ops.index import integers, inverse, take, valid_first
 from hf_efficient_attn.ops.slices import with_zero_gradients
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype, wide_dtype, widened
 from hf_efficient_attn.ops.clusters import (
@@ -29,6 +28,7 @@ from hf_efficient_attn.ops.clusters import (
     regularized_solve,
     with_ones,
 )
+from hf_efficient_attn.ops.exact import scaled_dot_product_attention
 from hf_efficient_attn.ops.nearfar.landmarks import LEAST_LOG_WEIGHT, TEMPERATURE
 from hf_efficient_attn.ops.row_error import row_error
 
