@@ -291,7 +291,7 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     Tensor parallelism gives attention only some of the heads that the module and its config describe. What a method
     draws and has learned for a head depends on its number among all, so an unknown one is refused.
     """
-    config = getattr(module, "config", None)
+    config = settings.of_layer(getattr(module, "config", None), module)
     total = settings.first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     if total is None or num_heads >= total:
         return None

@@ -22,7 +22,7 @@ from hf_efficient_attn.integration.configs import parts_of
 from hf_efficient_attn.integration.inputs import PositionTable
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, layer_of, stem_of
 from hf_efficient_attn.integration.model_kinds import POSITION_TABLES, WINDOW, kind_of
-from hf_efficient_attn.integration.settings import EXACT, method_at, method_of
+from hf_efficient_attn.integration.settings import EXACT, method_at, method_of, of_layer
 from hf_efficient_attn.methods import MethodConfig
 
 
@@ -149,7 +149,7 @@ def window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
     kind = layer_type(module, config)
     if (kind is not None and "sliding" not in kind) or getattr(module, "is_sliding", True) is False:
         return None
-    size: Any = getattr(module, WINDOW, getattr(config, WINDOW, None))
+    size: Any = getattr(module, WINDOW, getattr(of_layer(config, module), WINDOW, None))
     if not isinstance(size, int) or isinstance(size, bool):
         return None
     positions = getattr(config, "max_position_embeddings", None)

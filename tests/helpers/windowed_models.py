@@ -18,6 +18,9 @@ MIXED = {
     "Qwen2": {"use_sliding_window": True, **WINDOW},
     **dict.fromkeys(("Gemma3Text", "Cohere2", "Olmo3", "Exaone4"), WINDOW),
     **dict.fromkeys(("ModernBertDecoder", "ModernBert"), LOCAL),
+    # Configs with values for single layers.
+    "NeoMME": {**WINDOW, "head_dim": 16, "embedding_rank": 8, "embedding_dim": 16},
+    "Step3p7Text": {**WINDOW, "num_sliding_attention_heads": 8, "mlp_layer_types": ["dense"] * 3},
 }
 BUDGET = hea.NearFarConfig().with_budget(1024)
 WARNING = "layers with a sliding window of the model's own stay exact"
@@ -28,9 +31,9 @@ def exact_model(name: str, head: str = "Model", **changes):
     if kind is None:
         pytest.skip("this Transformers does not have the model")
     values = {"num_hidden_layers": 3, "max_position_embeddings": 1024, "layer_types": KINDS, **MIXED[name], **changes}
-    config = kind(**sizes(kind, **values))
+    config = kind(**sizes(kind, **copy.deepcopy(values)))
     torch.manual_seed(0)
-    kind = getattr(transformers, {"Gemma3TextForCausalLM": "Gemma3ForCausalLM"}.get(name + head, name + head))
+    kind = getattr(transformers, (name + head).replace("TextFor", "For"))
     return enlarged(kind(config), 6.0)
 
 
