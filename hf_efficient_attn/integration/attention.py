@@ -88,6 +88,9 @@ def read_call(
     sinks = kwargs.pop(model_kinds.SINKS, None)
     mask = inputs.read_mask(name, attention_mask)
     window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+    if window is not None and mask.is_causal is False:  # whose mask has the keys at this distance, too
+        own = getattr(settings.of_layer(getattr(module, "config", None), module), model_kinds.WINDOW, None)
+        window += window == own  # modules like ModernBERT's have added the 1 themselves
     if mask.begins is not None:  # the mask says the same
         kwargs = {name: x for name, x in kwargs.items() if name not in packing.ARGUMENTS}
     refuse_arguments(name, kwargs)

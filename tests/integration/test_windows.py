@@ -29,13 +29,13 @@ def batch(length: int, padding: str) -> dict:
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("name", MIXED)
-def test_the_output_and_gradients_are_those_of_sdpa(name, padding):
+@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in MIXED), ("Qwen2", {"is_causal": False})])
+def test_the_output_and_gradients_are_those_of_sdpa(name, more, padding):
     """With a budget of the whole sequence in the full layers; lengths within and beyond the window and a block."""
     model = exact_model(name)
     other = converted(model)
     for length in (18, 21, 70, 300):
-        inputs = batch(length, padding)
+        inputs = {**batch(length, padding), **more}
         for one in (model, other):
             one.zero_grad()
             out = one(**inputs)[0][inputs["attention_mask"].bool()]
