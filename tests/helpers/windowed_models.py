@@ -14,10 +14,12 @@ KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Models with windows in layers 0 and 2.
 WINDOW = {"sliding_window": 20}
 LOCAL = {**WINDOW, "cls_token_id": 2, "sep_token_id": 3}
+SHARED = {**WINDOW, "num_kv_shared_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60}
 MIXED = {
     "Qwen2": {"use_sliding_window": True, **WINDOW},
     **dict.fromkeys(("Gemma3Text", "Cohere2", "Olmo3", "Exaone4"), WINDOW),
     **dict.fromkeys(("ModernBertDecoder", "ModernBert"), LOCAL),
+    "Gemma4Text": SHARED,
     # Configs with values for single layers.
     "NeoMME": {**WINDOW, "head_dim": 16, "embedding_rank": 8, "embedding_dim": 16},
     "Step3p7Text": {**WINDOW, "num_sliding_attention_heads": 8, "mlp_layer_types": ["dense"] * 3},

@@ -47,6 +47,12 @@ def test_the_output_and_gradients_are_those_of_sdpa(name, more, padding):
             torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
+def test_a_model_whose_layers_share_keys_keeps_some_logits():
+    model, inputs = exact_model("Gemma4Text", "ForCausalLM"), batch(70, "left")
+    expected, found = (output(one, inputs, logits_to_keep=3) for one in (model, converted(model)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
 def test_every_way_of_switching_warns_once(name, tmp_path):
     model, inputs = exact_model(name), batch(70, "right")
