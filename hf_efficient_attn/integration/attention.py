@@ -152,7 +152,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         if call.filled is not None:
             call, tensors = _without_empty_places(name, method, call, tensors)
             query, key, value = tensors
-        cached = _computing_cache_layer(name, method, call, key)
+        cached = _computing_cache_layer(name, module, method, call, key)
         if cached is None and shards is None:
             check_length_of_mask(name, call.location.name, call.key_mask, key)
         if method is not None and call.is_causal and not method.causal:  # a switch could not or did not see this
@@ -217,16 +217,19 @@ def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square:
     return method
 
 
-def _computing_cache_layer(name: str, method: MethodConfig | None, call: LayerCall, key: Tensor) -> MethodLayer | None:
+def _computing_cache_layer(
+    name: str, module: nn.Module, method: MethodConfig | None, call: LayerCall, key: Tensor
+) -> MethodLayer | None:
     """The cache layer that computes a call, because it returned other keys than those of all tokens; or None."""
     cached: MethodLayer | None = getattr(key, LAYER, None)
-    if cached is not None and call.is_causal and method == cached.method:
+    is_its_call = cached is not None and call.is_causal and method == cached.method
+    if is_its_call and not model_kinds.kind_at(module).needs_cached_keys:
         return cached
     if isinstance(key, NewKeys):
         raise UnsupportedAttentionError(
             f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
-            f"{call.location.name} of this model now computes something else: start with a new cache after "
-            "switching the model"
+            f"{call.location.name} of this model needs the keys of all tokens: start with a new cache after switching "
+            "the model, or use the ordinary cache"
         )
     return None
 
