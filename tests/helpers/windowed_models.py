@@ -36,7 +36,10 @@ def exact_model(name: str, head: str = "Model", **changes):
     config = kind(**sizes(kind, **copy.deepcopy(values)))
     torch.manual_seed(0)
     kind = getattr(transformers, (name + head).replace("TextFor", "For"))
-    return enlarged(kind(config), 6.0)
+    model = kind(config)
+    for weight in (x for x in model.parameters() if x.ndim > 1 and not x.any()):  # NeoMME's last projections
+        torch.nn.init.normal_(weight, std=0.02)
+    return enlarged(model, 6.0)
 
 
 def converted(model, method=BUDGET, **options):
