@@ -88,6 +88,9 @@ def read_call(
     sinks = kwargs.pop(model_kinds.SINKS, None)
     mask = inputs.read_mask(name, attention_mask)
     window = take_window(name, location.window, mask.is_local, key.shape[2], kwargs)
+    if window is not None and mask.is_causal is False:  # whose mask has the keys at this distance, too
+        own = getattr(settings.of_layer(getattr(module, "config", None), module), model_kinds.WINDOW, None)
+        window += window == own  # modules like ModernBERT's have added the 1 themselves
     if mask.begins is not None:  # the mask says the same
         kwargs = {name: x for name, x in kwargs.items() if name not in packing.ARGUMENTS}
     refuse_arguments(name, kwargs)
@@ -149,7 +152,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         if call.filled is not None:
             call, tensors = _without_empty_places(name, method, call, tensors)
             query, key, value = tensors
-        cached = _computing_cache_layer(name, method, call, key)
+        cached = _computing_cache_layer(name, module, method, call, key)
         if cached is None and shards is None:
             check_length_of_mask(name, call.location.name, call.key_mask, key)
         if method is not None and call.is_causal and not method.causal:  # a switch could not or did not see this
@@ -214,16 +217,19 @@ def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square:
     return method
 
 
-def _computing_cache_layer(name: str, method: MethodConfig | None, call: LayerCall, key: Tensor) -> MethodLayer | None:
+def _computing_cache_layer(
+    name: str, module: nn.Module, method: MethodConfig | None, call: LayerCall, key: Tensor
+) -> MethodLayer | None:
     """The cache layer that computes a call, because it returned other keys than those of all tokens; or None."""
     cached: MethodLayer | None = getattr(key, LAYER, None)
-    if cached is not None and call.is_causal and method == cached.method:
+    is_its_call = cached is not None and call.is_causal and method == cached.method
+    if is_its_call and not model_kinds.kind_at(module).needs_cached_keys:
         return cached
     if isinstance(key, NewKeys):
         raise UnsupportedAttentionError(
             f"{name}: the cache holds {'a state' if cached is None else f'a state of {cached.method}'}, but "
-            f"{call.location.name} of this model now computes something else: start with a new cache after "
-            "switching the model"
+            f"{call.location.name} of this model needs the keys of all tokens: start with a new cache after switching "
+            "the model, or use the ordinary cache"
         )
     return None
 
@@ -291,7 +297,7 @@ def head_slice_of(name: str, module: nn.Module, num_heads: int) -> HeadSlice | N
     Tensor parallelism gives attention only some of the heads that the module and its config describe. What a method
     draws and has learned for a head depends on its number among all, so an unknown one is refused.
     """
-    config = getattr(module, "config", None)
+    config = settings.of_layer(getattr(module, "config", None), module)
     total = settings.first_number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
     if total is None or num_heads >= total:
         return None

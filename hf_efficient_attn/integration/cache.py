@@ -59,7 +59,7 @@ class NewKeys(Tensor):
             raise UnsupportedAttentionError(
                 "this cache holds a state of the method that the model had, and no keys that "
                 f"{name!r} could read: start with a new cache after switching the model or compiling its forward; if "
-                "the model itself changes its cached keys, generate with use_cache=False"
+                f"the model itself changes cached keys, give a cache that keeps all, {cache_argument()}=DynamicCache()"
             )
         return result
 

@@ -46,23 +46,25 @@ TABLES = "_efficient_attention_positions"
 
 def check_inputs(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A forward pre-hook: refuse `output_attentions`, inputs longer than the position table, and some packed rows.
 
     Some models do not pass these arguments on to their attention. Packed rows are computed without a cache, because
-    Transformers tells their texts apart only then.
+    Transformers tells their texts apart only then. Gemma 4 gets no `logits_to_keep`, for which it would slice 4-D masks
+    for the layers that share keys; its head keeps these logits itself.
     """
     name = method_of(model.config)
     if name is None:
-        return None
+        return args, kwargs
     given = by_name(model, args, kwargs)
     is_packed = packing.are_packed(model, given)
     refuse_long_input(model, given)
     requested = given.get("output_attentions")
     refuse_attentions(name, model.config.output_attentions if requested is None else requested)
+    changed: dict[str, Any] = {"logits_to_keep": None} if hasattr(model, "_maybe_slice_kv_shared_inputs") else {}
     if is_packed and "use_cache" in inspect.signature(model.forward).parameters:
-        return args, {**kwargs, "use_cache": False}
-    return None
+        changed["use_cache"] = False
+    return args, {**kwargs, **changed}
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

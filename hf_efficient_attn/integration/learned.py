@@ -128,14 +128,15 @@ def attach(found: models.AttentionModule, method: MethodConfig | None, is_adapte
 
 def _sizes(found: models.AttentionModule, method: MethodConfig) -> dict[str, int]:
     """The sizes that determine the learned parameters of a module, by the module or else by its config."""
+    config = settings.of_layer(found.config, found.module)
 
     def first(*names: str) -> int | None:
-        return settings.first_number(found.module, *names) or settings.first_number(found.config, *names)
+        return settings.first_number(found.module, *names) or settings.first_number(config, *names)
 
     num_heads = first("num_attention_heads", "num_heads", "n_heads", "n_head")
     # With multi-head latent attention (DeepSeek-V2), `head_dim` is the rotary part, and values have another size.
     head_dim = first("qk_head_dim", "head_dim", "attention_head_size")
-    hidden_size = settings.first_number(found.config, "hidden_size", "n_embd", "dim")
+    hidden_size = settings.first_number(config, "hidden_size", "n_embd", "dim")
     if head_dim is None and num_heads and hidden_size:
         head_dim = hidden_size // num_heads
     max_length: int | None = 1
@@ -144,7 +145,7 @@ def _sizes(found: models.AttentionModule, method: MethodConfig) -> dict[str, int
         max_length = getattr(method, "max_length", 0) or first(
             "max_tokens", "max_position_embeddings", "n_positions", "max_source_positions"
         )
-        max_length = max_length or _num_patches(found.config)
+        max_length = max_length or _num_patches(config)
     if not num_heads or not head_dim or not max_length:
         missing, instead = "number or the size of the heads", "use a method without learned parameters"
         if num_heads and head_dim:

@@ -55,18 +55,18 @@ class ModelKind(NamedTuple):
     # It does not ask the interface, and has the projections and the arguments of BERT's attention module: the folder of
     # its model in Transformers. Its class in `patched` is made from this row.
     like_bert_in: str = ""
-    # What it does with a (queries, keys) mask, in words, for which a model with it is refused; and the attribute of its
-    # config that must be True for that, if there is one.
+    # What it does with a (queries, keys) mask, in words, for which a model with it is refused.
     needs_matrix: str = ""
-    if_config: str = ""
     # An attention module with a window of which only the mask knows: it gives no length to the attention function.
     hides_window: bool = False
     # A model that does not use the table of attention classes in its file.
     ignores_table: bool = False
     # It uses PyTorch's own attention, with a mask that Transformers makes for the implementation in its config.
     needs_exact_config: bool = False
-    # A decoder's attention module that reads cached keys itself, so that a method must keep them.
-    reads_cache: bool = False
+    # An attention module whose keys its model reads from the cache, which must therefore keep those of all tokens.
+    needs_cached_keys: bool = False
+    # An attribute of the config and its value, without which the row is not for a module; None for all configs.
+    if_config: tuple[str, object] | None = None
 
 
 _BERT = Projections("query", "key", "value", None, "attention_head_size", "dropout")
@@ -86,7 +86,7 @@ KINDS = (
     ModelKind(
         "(Gemma3|Step3p7)TextModel",  # EmbeddingGemma is such a model
         needs_matrix="composes its masks itself (use_bidirectional_attention=True)",
-        if_config="use_bidirectional_attention",
+        if_config=("use_bidirectional_attention", True),
     ),
     ModelKind(
         "(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule",
@@ -97,7 +97,9 @@ KINDS = (
     ModelKind(r"(\w+OcrText|DeepseekOcr2Text|\w+Audio)Attention", hides_window=True),
     ModelKind("GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)", ignores_table=True),
     ModelKind("Siglip2MultiheadAttentionPoolingHead", needs_exact_config=True),
-    ModelKind("DiffusionGemmaDecoderTextAttention", reads_cache=True),
+    ModelKind("DiffusionGemmaDecoderTextAttention", hides_window=True),  # it says a window, and attends to all keys
+    ModelKind("DiffusionGemmaEncoderTextAttention", needs_cached_keys=True),
+    ModelKind("DoryAttention", needs_cached_keys=True, if_config=("recurrent_kv_cache_mode", "last_loop")),
 )
 _ORDINARY = ModelKind("")
 
@@ -108,10 +110,16 @@ def row_named(name: str) -> ModelKind:
     return next((kind for kind in KINDS if re.fullmatch(kind.classes, name)), _ORDINARY)
 
 
-def kind_of(cls: type, *, or_base: bool = False) -> ModelKind:
-    """The row of a class. With `or_base`, a class without a row has the row of the first base class that has one."""
-    rows = (row_named(one.__name__) for one in (cls.__mro__ if or_base else (cls,)))
-    return next((row for row in rows if row is not _ORDINARY), _ORDINARY)
+def kind_of(cls: type) -> ModelKind:
+    """The row of a class."""
+    return row_named(cls.__name__)
+
+
+def kind_at(module: object) -> ModelKind:
+    """The row of the first class of a module, or else base class, that has one, if that is for the module's config."""
+    config, rows = getattr(module, "config", None), map(kind_of, type(module).__mro__)
+    row = next((row for row in rows if row is not _ORDINARY), _ORDINARY)
+    return row if row.if_config is None or getattr(config, row.if_config[0], None) == row.if_config[1] else _ORDINARY
 
 
 def is_known_code(cls: type) -> bool:

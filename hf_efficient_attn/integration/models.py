@@ -21,8 +21,8 @@ from hf_efficient_attn.integration import model_kinds
 from hf_efficient_attn.integration.configs import parts_of
 from hf_efficient_attn.integration.inputs import PositionTable
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, layer_of, stem_of
-from hf_efficient_attn.integration.model_kinds import POSITION_TABLES, WINDOW, kind_of
-from hf_efficient_attn.integration.settings import EXACT, method_at, method_of
+from hf_efficient_attn.integration.model_kinds import POSITION_TABLES, WINDOW, kind_at, kind_of
+from hf_efficient_attn.integration.settings import EXACT, method_at, method_of, of_layer
 from hf_efficient_attn.methods import MethodConfig
 
 
@@ -149,7 +149,7 @@ def window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
     kind = layer_type(module, config)
     if (kind is not None and "sliding" not in kind) or getattr(module, "is_sliding", True) is False:
         return None
-    size: Any = getattr(module, WINDOW, getattr(config, WINDOW, None))
+    size: Any = getattr(module, WINDOW, getattr(of_layer(config, module), WINDOW, None))
     if not isinstance(size, int) or isinstance(size, bool):
         return None
     positions = getattr(config, "max_position_embeddings", None)
@@ -236,9 +236,8 @@ def matrix_needs(module: nn.Module, *, is_attention: bool) -> Iterator[str]:
 
     Of modules around the attention modules, such as layers, only names that say "bias" count.
     """
-    kind, config = kind_of(type(module), or_base=True), getattr(module, "config", None)
-    if kind.needs_matrix and (not kind.if_config or getattr(config, kind.if_config, None) is True):
-        yield kind.needs_matrix
+    if kind_at(module).needs_matrix:
+        yield kind_at(module).needs_matrix
     parts = (*module._parameters.items(), *module._modules.items())
     names = [name for name, part in parts if part is not None and model_kinds.POSITION_BIAS.search(name)]
     found = [f"a bias of relative positions ({name})" for name in names if is_attention or "bias" in name]

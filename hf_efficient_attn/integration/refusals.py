@@ -193,13 +193,6 @@ def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, 
         )
     is_rectangular = getattr(found.module, "is_rectangular", False)
     check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
-    reads_cache = model_kinds.kind_of(attention, or_base=True).reads_cache
-    if reads_cache and get_method(method.method).info.recurrent and not location.is_cross:
-        others = [name for name in methods_with("causal") if not get_method(name).info.recurrent]
-        raise UnsupportedAttentionError(
-            f"{kind} reads cached keys itself ({attention.__name__} at {location.name}), and {method.method} keeps "
-            f"a state instead of keys: use a method that keeps keys, such as {', '.join(others)}"
-        )
 
 
 def check_methods(

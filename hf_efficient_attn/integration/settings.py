@@ -275,6 +275,12 @@ def layer_seed(layer: Layer | None) -> int:
     return 1000003 * ((layer or 0) + 1)
 
 
+def of_layer(config: Any, module: object) -> Any:
+    """The config of the layer of a module, if a config has values for single layers (Transformers 5.24)."""
+    layer, is_mixed = getattr(module, "layer_idx", None), getattr(config, "is_heterogeneous", False)
+    return config.per_layer_config[layer] if is_mixed and isinstance(layer, int) else config
+
+
 def first_number(holder: object, *names: str) -> int | None:
     """The first of these attributes that is a positive integer."""
     values = (getattr(holder, name, None) for name in names)

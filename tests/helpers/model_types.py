@@ -50,6 +50,7 @@ HEADS[PAIR] = (*HEADS[MEL], "MTModel")
 def sizes(config_class: type, **changes) -> dict:
     """The values of `TINY` that a config has, and changes."""
     config = config_class()
+    config.allow_global_per_layer_attribute_access = True  # Transformers 5.24
     return {**{key: value for key, value in TINY.items() if hasattr(config, key)}, **changes}
 
 

@@ -18,6 +18,7 @@ from each import refuses
 from helpers.commands import read_csv, run
 from helpers.encoder_decoders import composite, musicgen
 from helpers.learned import shake
+from helpers.model_types import sizes
 from hf_efficient_attn.integration.cache import NewKeys, StateLayer, cache_argument
 from hf_efficient_attn.integration.nearfar_cache import LookUpLayer, NearFarLayer
 from hf_efficient_attn.io.reading import read_text
@@ -268,12 +269,31 @@ def test_models_that_modify_cached_keys(name):
     refuses("clone", model, ids[:, :1], **{cache_argument(): kept}, use_cache=True)
 
 
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+def test_a_model_that_reads_cached_keys(mode):
+    """Each loop of Dory has keys of its own, or all but the last read the cached keys of the last one."""
+    if not hasattr(transformers, "DoryConfig"):
+        pytest.skip("this Transformers does not have the model")
+    loops = {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "recurrent_kv_cache_mode": mode}
+    more = {**loops, "layer_types": ["full_attention"] * 4, "sliding_window": 80}
+    config = transformers.DoryConfig(**sizes(transformers.DoryConfig, **more))
+    model, ids = hea.convert(transformers.DoryForCausalLM(config).eval(), "linear"), tokens(2, 30)
+    expected = decode(model, ids, [20, 25], transformers.DynamicCache())
+    torch.testing.assert_close(decode(model, ids, [20, 25]), expected, atol=1e-5, rtol=1e-5)
+    cache = hea.NearFarCache(hea.convert(model, NEARFAR).config, 64)
+    if mode == "last_loop":
+        refuses("layers.0.* needs the keys of all tokens: .* ordinary cache", decode, model, ids, [20], cache)
+        return
+    expected = decode(model, ids, [20, 25])
+    torch.testing.assert_close(decode(model, ids, [20, 25], cache), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_new_keys_show_their_shape_but_cannot_be_used():
     keys = numbers(1, 2, 3, 4).as_subclass(NewKeys)
     assert keys.shape == (1, 2, 3, 4) and keys.dtype == torch.float64 and keys.size(1) == 2 and keys.ndim == 4
     assert keys.grad is None and keys.is_contiguous() and not keys.requires_grad
     for use in (lambda: keys.mT, lambda: keys + 1, lambda: torch.cat([keys, keys], 2), lambda: keys[0]):
-        refuses("start with a new cache", use)
+        refuses("start with a new cache .* keeps all, .*=DynamicCache", use)
 
 
 def test_transformers_takes_the_name_of_a_cache_without_a_warning():

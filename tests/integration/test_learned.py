@@ -11,6 +11,7 @@ import hf_efficient_attn as hea
 from each import refuses
 from helpers.learned import LEARNING, learned_in, shake
 from helpers.model_types import sizes
+from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features.maps import LEARNED, count_features, start_map
 from instances import inputs, numbers
@@ -159,6 +160,17 @@ def _deepseek():
 def _spectrogram():
     config = transformers.ASTConfig(**sizes(transformers.ASTConfig, max_length=80, num_mel_bins=32, patch_size=16))
     return transformers.ASTModel(config), lambda: {"input_values": torch.randn(2, 80, 32)}
+
+
+def test_a_layer_with_sizes_of_its_own():
+    kind = getattr(transformers, "EmbeddingGemma2TextConfig", None)
+    if kind is None:
+        pytest.skip("this Transformers does not have the model")
+    more = {"layer_types": ["full_attention"] * 2, "sliding_window": 80, "hidden_size_per_layer_input": 8}
+    config = kind(**sizes(kind, **more, global_head_dim=16, num_global_key_value_heads=1))
+    model = transformers.EmbeddingGemma2TextModel(config)
+    found = learned_of(hea.convert(model, "flurka_linear").layers[0].self_attn).sizes
+    assert found == {"num_heads": 4, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16, "max_length": 80}
 
 
 @pytest.mark.parametrize("make", [_deepseek, _spectrogram])

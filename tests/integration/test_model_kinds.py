@@ -15,7 +15,7 @@ import hf_efficient_attn as hea
 from helpers.model_types import mask_of, sizes
 from hf_efficient_attn.integration import patched
 from hf_efficient_attn.integration.learned import NAME
-from hf_efficient_attn.integration.model_kinds import KINDS, ModelKind, kind_of
+from hf_efficient_attn.integration.model_kinds import KINDS, ModelKind, kind_at, kind_of
 from tiny_models import output
 
 IS_NEWEST = Version(transformers.__version__) >= Version("5.24")
@@ -74,5 +74,8 @@ def test_projections_of_a_row_compute_what_the_class_computes(name):
 def test_a_row_is_for_subclasses_where_that_is_asked_for():
     base = type("Gemma3TextModel", (torch.nn.Module,), {})
     derived = type("Derived", (base,), {})
-    assert kind_of(derived, or_base=True).if_config == "use_bidirectional_attention"
+    module = derived()
+    for is_bidirectional in (False, True):
+        module.config = transformers.Gemma3TextConfig(use_bidirectional_attention=is_bidirectional)
+        assert kind_at(module) == (kind_of(base) if is_bidirectional else ModelKind(""))
     assert kind_of(derived) == kind_of(torch.nn.Linear) == ModelKind("")

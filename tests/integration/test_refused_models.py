@@ -6,7 +6,6 @@ import inspect
 import pytest
 import torch
 import transformers
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from each import refuses
@@ -61,6 +60,9 @@ MODELS = {
     "llama4_text": ({"attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 48,
                      "layer_types": ["chunked_attention", "full_attention"]}, "within chunks of its own"),
     "gemma3_text": ({**WINDOW, "use_bidirectional_attention": True}, "composes its masks itself"),
+    "diffusion_gemma": ({"text_config": {**SIZES, **WINDOW, "vocab_size": 60, "num_experts": 2, "top_k_experts": 1,
+                                         "moe_intermediate_size": 8, "num_global_key_value_heads": 2},
+                         "vision_config": {**SIZES, "head_dim": 16}, "canvas_length": 6}, "that only a mask knows"),
     "gemma2": (WINDOW, r"adds a soft cap .*attn_implementation='(eager|sdpa)'"),
     "lasr_encoder": ({"subsampling_conv_channels": 16, "num_mel_bins": 16, "conv_kernel_size": 4},
                      "finds the padding .*LasrEncoderConvolutionModule"),
@@ -126,23 +128,6 @@ def test_attention_sinks_and_soft_caps_are_refused():
         refuses(f"{words} .*in LlamaAttention at layers.1.self_attn", hea.convert, model, "linear")
         delattr(model.layers[1].self_attn, name)
     hea.convert(model, "linear")
-
-
-def test_models_that_read_cached_keys_need_a_method_that_keeps_them():
-    """DiffusionGemma's decoder puts its keys behind those in the cache of its encoder."""
-    model = tiny_model("llama")
-    attention = type(model.layers[0].self_attn)
-
-    class DiffusionGemmaDecoderTextAttention(attention):
-        def forward(self, hidden_states, past_key_values=None, **kwargs):
-            interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
-            return interface(self, hidden_states, past_key_values.layers[self.layer_idx].keys, None, None)
-
-    model.layers[1].self_attn.__class__ = DiffusionGemmaDecoderTextAttention
-    words = r"reads cached keys itself \(\w+ at layers.1.self_attn\).*such as .*kdeformer"
-    refuses(words, hea.convert, model, "linear")
-    hea.convert(model, "linear", layers=[0])
-    hea.convert(model, "kdeformer")
 
 
 MAMBA = {"mamba_d_state": 4, "mamba_d_conv": 2, "mamba_expand": 2}

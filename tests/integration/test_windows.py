@@ -29,13 +29,13 @@ def batch(length: int, padding: str) -> dict:
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.parametrize("name", MIXED)
-def test_the_output_and_gradients_are_those_of_sdpa(name, padding):
+@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in MIXED), ("Qwen2", {"is_causal": False})])
+def test_the_output_and_gradients_are_those_of_sdpa(name, more, padding):
     """With a budget of the whole sequence in the full layers; lengths within and beyond the window and a block."""
     model = exact_model(name)
     other = converted(model)
     for length in (18, 21, 70, 300):
-        inputs = batch(length, padding)
+        inputs = {**batch(length, padding), **more}
         for one in (model, other):
             one.zero_grad()
             out = one(**inputs)[0][inputs["attention_mask"].bool()]
@@ -45,6 +45,12 @@ def test_the_output_and_gradients_are_those_of_sdpa(name, padding):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         for (key, x), y in zip(other.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_a_model_whose_layers_share_keys_keeps_some_logits():
+    model, inputs = exact_model("Gemma4Text", "ForCausalLM"), batch(70, "left")
+    expected, found = (output(one, inputs, logits_to_keep=3) for one in (model, converted(model)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
