@@ -13,9 +13,10 @@ import functools
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_efficient_attn.integration import settings, shards
-from hf_efficient_attn.integration.attention import location_of, read_call, required_tensors, sharded_parameters
+from hf_efficient_attn.integration import attention, settings, shards
+from hf_efficient_attn.integration.attention import location_of, required_tensors
 from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
@@ -72,7 +73,9 @@ def _forward(
         or names is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or getattr(module, shards.PARALLEL, None) is not None
-        or sharded_parameters(module)
+        or attention.sharded_parameters(module)
+        # Another engine, such as DeepSpeed, has put a function of its own in the place of the method's.
+        or ALL_ATTENTION_FUNCTIONS.get(name) is not attention.REGISTERED[str(name)]
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
@@ -80,10 +83,14 @@ def _forward(
     project, key, value, output, head_dim, dropout = parts
     given = {**kwargs, "dropout": getattr(dropout, "p", dropout)}
     # The hidden states as keys (B, 1, N, W) of one head.
-    call = read_call(method.method, module, location, hidden_states[:, None], attention_mask, given)
+    attention.refuse_context_parallel(method.method, module)
+    call = attention.read_call(method.method, module, location, hidden_states[:, None], attention_mask, given)
     if call.is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_tracing(method)
+    settings.warn_beyond_calibration(
+        settings.settings_of(module.config, str(name)), hidden_states.shape[1], call.key_mask
+    )
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else call.seed
