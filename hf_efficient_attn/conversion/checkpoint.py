@@ -347,9 +347,8 @@ def _changed(source: Tensor, value: Tensor, positions: int) -> Tensor:
     if value.ndim == 2 and value.shape[1] == source.shape[1] and 0 <= offset < length < len(value):
         row = torch.arange(len(value))  # an extended table repeats the source's rows for `positions`
         source = source[torch.where(row < length, row, offset + (row - offset) % (length - offset))]
-    if source.shape != value.shape:
-        return value.to(source.dtype, copy=True)
-    return torch.where(source.to(value.dtype) == value, source, value.to(source.dtype))
+    changed = value.to(source.dtype, copy=True)
+    return changed if source.shape != value.shape else torch.where(source.to(value.dtype) == value, source, changed)
 
 
 def _stored_name(name: str, stored: Mapping[str, Any], prefix: str) -> str:

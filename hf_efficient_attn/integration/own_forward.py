@@ -2,9 +2,8 @@
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
 interface comes after these projections, so modules get a forward of their own if their row in `model_kinds` names the
-projections. In all others, the method contracts keys and values, with the same result up to rounding. The attention of
-a layer of BERT's size takes 1.5 to 2 times as long that way (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of
-an AMD EPYC).
+projections. In all others, the method contracts keys and values, with the same result up to rounding, in 1.5 to 2
+times the time (`recipes.benchmarks.flurka`).
 
 `torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """
@@ -74,8 +73,7 @@ def _forward(
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or getattr(module, shards.PARALLEL, None) is not None
         or attention.sharded_parameters(module)
-        # Another engine, such as DeepSpeed, has put a function of its own in the place of the method's.
-        or ALL_ATTENTION_FUNCTIONS.get(name) is not attention.REGISTERED[str(name)]
+        or ALL_ATTENTION_FUNCTIONS.get(name) is not attention.REGISTERED[str(name)]  # but of another engine
         or in_transform(hidden_states, required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
@@ -88,9 +86,8 @@ def _forward(
     if call.is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_tracing(method)
-    settings.warn_beyond_calibration(
-        settings.settings_of(module.config, str(name)), hidden_states.shape[1], call.key_mask
-    )
+    stored = settings.settings_of(module.config, str(name))
+    settings.warn_beyond_calibration(stored, hidden_states.shape[1], call.key_mask)
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else call.seed

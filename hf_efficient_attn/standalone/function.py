@@ -96,10 +96,7 @@ def _refuse_lost(method: str, kwargs: Mapping[str, Any], kv_len: int) -> None:
 
 
 def _check_positions(method: str, position_ids: Tensor | None, q_len: int, key: Tensor) -> None:
-    """Refuse packed sequences and static caches in a causal call without a mask.
-
-    The positions (B, Nq) show both. Some models do not hand them on: an empty last place shows a static cache too.
-    """
+    """Refuse packed sequences, by the positions (B, Nq), and static caches, also by an empty last place; no mask."""
     kv_len = key.shape[2]
     is_wrong = q_len < kv_len and not bool(key[:, :, -1].any())
     if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and position_ids.shape[1] == q_len:
