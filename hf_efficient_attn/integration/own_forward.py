@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_efficient_attn.integration import attention, settings, shards
-from hf_efficient_attn.integration.attention import location_of, required_tensors
 from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
@@ -64,7 +63,7 @@ def _forward(
     """The forward of the class, from the hidden states where that is possible: the same output up to rounding."""
     if in_graph():  # where a call of a method is one operator
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    name, names, location = settings.method_of(module.config), _projections(module), location_of(module)
+    name, names, location = settings.method_of(module.config), _projections(module), attention.location_of(module)
     method: Any = settings.method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
     if (
@@ -74,7 +73,7 @@ def _forward(
         or getattr(module, shards.PARALLEL, None) is not None
         or attention.sharded_parameters(module)
         or ALL_ATTENTION_FUNCTIONS.get(name) is not attention.REGISTERED[str(name)]  # but of another engine
-        or in_transform(hidden_states, required_tensors(module, method, location.name))
+        or in_transform(hidden_states, attention.required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     parts: list[Any] = [name and getattr(module, name) for name in names]
@@ -93,7 +92,7 @@ def _forward(
     seed = draw_seed(query.device) if module.training else call.seed
     if call.key_mask is not None:
         hidden_states = hidden_states.masked_fill(~call.key_mask[:, :, None], 0.0)
-    parameters = required_tensors(module, method, location.name)
+    parameters = attention.required_tensors(module, method, location.name)
     options = AttentionOptions(call.key_mask, False, module.scaling, call.dropout_p, seed + method.seed, parameters)
     out = form(method, query, hidden_states, HiddenProjections(key, value), options)
     out = refuse_second_gradient(out, method.method).transpose(1, 2).flatten(2)
