@@ -336,9 +336,19 @@ def find_changes(
             if key not in stored and is_saved:
                 new[key] = value
             elif key in stored and not torch.equal(stored[key].to(value.dtype), value):
-                new[key] = value.to(stored[key].dtype, copy=True)  # shared parameters need memory of their own
+                new[key] = _changed(stored[key], value, num_positions(model) or 0)
             present.add(key)
     return new, {name for name in stored if LEARNED in name.split(".") and name not in present}
+
+
+def _changed(source: Tensor, value: Tensor, positions: int) -> Tensor:
+    """A changed tensor in memory of its own, in the source's dtype and without rounding where it has not changed."""
+    offset, length = len(value) - positions, len(source)
+    if value.ndim == 2 and value.shape[1] == source.shape[1] and 0 <= offset < length < len(value):
+        row = torch.arange(len(value))  # an extended table repeats the source's rows for `positions`
+        source = source[torch.where(row < length, row, offset + (row - offset) % (length - offset))]
+    changed = value.to(source.dtype, copy=True)
+    return changed if source.shape != value.shape else torch.where(source.to(value.dtype) == value, source, changed)
 
 
 def _stored_name(name: str, stored: Mapping[str, Any], prefix: str) -> str:

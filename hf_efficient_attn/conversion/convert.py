@@ -154,9 +154,16 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
             elif name == "token_type_ids" and buffer.shape[-1] == old_size:  # 0
                 setattr(module, name, buffer.new_zeros(1, new_size))
         # The entries before `offset` are not counted in the config.
-        config.max_position_embeddings = new_size - getattr(embedding, "offset", 0)
+        old, new = (size - getattr(embedding, "offset", 0) for size in (old_size, new_size))
+        config.max_position_embeddings = new
         if hasattr(config, "n_ctx"):  # in files of early versions
-            config.n_ctx = config.max_position_embeddings
+            config.n_ctx = new
+        for part in (part for part in models.models_in(model) if part.config is config):
+            for holder in part.modules():
+                for name, buffer in list(holder.named_buffers(recurse=False)):
+                    if buffer.dtype == torch.bool and buffer.shape[-2:] == (old, old):  # GPT-Neo's mask of pairs
+                        setattr(holder, name, buffer.new_zeros(*buffer.shape[:-2], new, new))
+                        part._init_weights(holder)  # which makes the mask by the config
     return model
 
 

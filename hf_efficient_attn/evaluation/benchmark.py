@@ -323,9 +323,9 @@ def _settings(
         names, layers = dict.fromkeys(entry.config.method for entry in own.entries), own.named_layers()
         return {" and ".join(names) + (f", layers {ranges(layers)}" if layers else ""): own}
     switching.adopt(model)
-    modules, is_pair = [module for module, *_ in models.attention_modules(model)], is_encoder_decoder(model)
+    found, is_pair = list(models.attention_modules(model)), is_encoder_decoder(model)
     # In an encoder-decoder the conversion checks each layer.
-    is_causal = not is_pair and any(getattr(module, "is_causal", None) is True for module in modules)
+    modules, is_causal = [one.module for one in found], not is_pair and any(one.is_causal for one in found)
     if methods is None:
         summary = capture.AttentionSummary(
             is_causal=is_causal,

@@ -199,7 +199,11 @@ def _without_empty_places(
     check_length_of_mask(name, call.location.name, call.filled, key)
     is_exact = method is None or method.decodes_exactly
     if query.shape[2] == 1 and is_exact and (call.window is None or call.window >= key.shape[2]):
-        return call, tensors
+        if call.distance_bias is None or call.key_mask is None:
+            return call, tensors
+        # The token's distances count from the last place, so the empty ones come first.
+        order = (torch.arange(key.shape[2], device=key.device) + call.filled[0].sum()) % key.shape[2]
+        return call._replace(key_mask=call.key_mask[:, order]), (query, key[:, :, order], value[:, :, order])
     end = int(call.filled[0].sum())
     mask = None if call.key_mask is None or bool(call.key_mask[:, :end].all()) else call.key_mask[:, :end]
     return call._replace(key_mask=mask), (query, key[:, :, :end], value[:, :, :end])

@@ -39,6 +39,13 @@ class AttentionModule(NamedTuple):
         """The method that the config chooses for the layer of the module; None for exact attention."""
         return method_at(self.config, method_of(self.config), self.location)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is causal in every call: so says the module, or the call by its model (text models of CLIP)."""
+        kind = type(self.owner)
+        is_told = model_kinds.is_known_code(kind) and "is_causal=True" in inspect.getsource(kind.forward)
+        return not self.location.is_cross and (getattr(self.module, "is_causal", None) is True or is_told)
+
 
 def models_in(module: nn.Module) -> list[PreTrainedModel]:
     """The Transformers models in a module, itself included, outermost first."""

@@ -2,9 +2,8 @@
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
 interface comes after these projections, so modules get a forward of their own if their row in `model_kinds` names the
-projections. In all others, the method contracts keys and values, with the same result up to rounding. The attention of
-a layer of BERT's size takes 1.5 to 2 times as long that way (`recipes.benchmarks.flurka`, 4,096 tokens, one thread of
-an AMD EPYC).
+projections. In all others, the method contracts keys and values, with the same result up to rounding, in 1.5 to 2
+times the time (`recipes.benchmarks.flurka`).
 
 `torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """
@@ -13,9 +12,9 @@ import functools
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_efficient_attn.integration import settings, shards
-from hf_efficient_attn.integration.attention import location_of, read_call, required_tensors, sharded_parameters
+from hf_efficient_attn.integration import attention, settings, shards
 from hf_efficient_attn.integration.model_kinds import Projections, is_known_code, kind_of
 from hf_efficient_attn.methods import AttentionOptions, HiddenProjections, MethodConfig, get_method, refuse_tracing
 from hf_efficient_attn.ops.tracing import draw_seed, in_graph, in_transform, refuse_second_gradient
@@ -64,7 +63,7 @@ def _forward(
     """The forward of the class, from the hidden states where that is possible: the same output up to rounding."""
     if in_graph():  # where a call of a method is one operator
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
-    name, names, location = settings.method_of(module.config), _projections(module), location_of(module)
+    name, names, location = settings.method_of(module.config), _projections(module), attention.location_of(module)
     method: Any = settings.method_at(module.config, name, location)
     form = None if method is None else get_method(method.method).forward_hidden_states
     if (
@@ -72,24 +71,28 @@ def _forward(
         or names is None
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or getattr(module, shards.PARALLEL, None) is not None
-        or sharded_parameters(module)
-        or in_transform(hidden_states, required_tensors(module, method, location.name))
+        or attention.sharded_parameters(module)
+        or ALL_ATTENTION_FUNCTIONS.get(name) is not attention.REGISTERED[str(name)]  # but of another engine
+        or in_transform(hidden_states, attention.required_tensors(module, method, location.name))
     ):
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     parts: list[Any] = [name and getattr(module, name) for name in names]
     project, key, value, output, head_dim, dropout = parts
     given = {**kwargs, "dropout": getattr(dropout, "p", dropout)}
     # The hidden states as keys (B, 1, N, W) of one head.
-    call = read_call(method.method, module, location, hidden_states[:, None], attention_mask, given)
+    attention.refuse_context_parallel(method.method, module)
+    call = attention.read_call(method.method, module, location, hidden_states[:, None], attention_mask, given)
     if call.is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_tracing(method)
+    stored = settings.settings_of(module.config, str(name))
+    settings.warn_beyond_calibration(stored, hidden_states.shape[1], call.key_mask)
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else call.seed
     if call.key_mask is not None:
         hidden_states = hidden_states.masked_fill(~call.key_mask[:, :, None], 0.0)
-    parameters = required_tensors(module, method, location.name)
+    parameters = attention.required_tensors(module, method, location.name)
     options = AttentionOptions(call.key_mask, False, module.scaling, call.dropout_p, seed + method.seed, parameters)
     out = form(method, query, hidden_states, HiddenProjections(key, value), options)
     out = refuse_second_gradient(out, method.method).transpose(1, 2).flatten(2)

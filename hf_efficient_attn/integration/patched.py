@@ -138,8 +138,8 @@ class BloomAttention(_Attention, modeling_bloom.BloomAttention):
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if kwargs.get("layer_past") is not None:
             key, value = kwargs["layer_past"].update(key, value, self.layer_idx)
-        if attention_mask is not None:
-            mask = attention_mask.bool()
+        mask = inputs.read_mask(str(self.config._attn_implementation), attention_mask).keys
+        if mask is not None:
             has_gaps = ((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0] > 1).any()
             message = "Bloom counts distances without masked tokens, so that no masked token may be between others"
             inputs.refuse_where(has_gaps, f"{message}: pad all sequences on the same side")

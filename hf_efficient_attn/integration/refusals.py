@@ -172,8 +172,7 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
 
 def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, advice: str) -> None:
     """Refuse a method without the form that a module needs, with some more advice on what to choose instead."""
-    location, attention = found.location, type(found.module)
-    is_causal = not location.is_cross and getattr(found.module, "is_causal", None) is True
+    location, attention, is_causal = found.location, type(found.module), found.is_causal
     adds_bias = method.adds_distance_bias and (method.adds_causal_bias or not is_causal)
     if not location.is_cross and distance_bias.has_distance_bias(attention) and not adds_bias:
         is_decoder = is_causal and method.adds_distance_bias

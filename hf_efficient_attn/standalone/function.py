@@ -43,8 +43,9 @@ def kernel_function(method: str) -> Callable[..., tuple[Tensor, None]]:
         mask = None if attention_mask is None else attention_mask.to(torch.bool)
         _refuse_lost(method, kwargs, key.shape[2])
         if is_causal and mask is None:
-            _check_positions(method, kwargs.get("position_ids"), query.shape[2], key.shape[2])
-        if layer is None and settings.named_layers():
+            _check_positions(method, kwargs.get("position_ids"), query.shape[2], key)
+        named = settings.named_layers()
+        if named and (layer is None or any(isinstance(x, str) for x in named)):
             _refuse(method, "'layers' chooses some layers, and an attention module does not know which one it is")
         config = settings.for_layer(layer)
         dropout_p = dropout if module.training and dropout else 0.0
@@ -94,12 +95,14 @@ def _refuse_lost(method: str, kwargs: Mapping[str, Any], kv_len: int) -> None:
             _refuse(method, f"the argument {name!r} of the attention would be lost")
 
 
-def _check_positions(method: str, position_ids: Tensor | None, q_len: int, kv_len: int) -> None:
-    """Refuse packed sequences and static caches, which the positions (B, Nq) of a causal call without a mask show."""
-    if not isinstance(position_ids, Tensor) or position_ids.ndim != 2 or position_ids.shape[1] != q_len:
-        return
-    expected = torch.arange(kv_len - q_len, kv_len, device=position_ids.device)
-    if not bool((position_ids == expected).all()):
+def _check_positions(method: str, position_ids: Tensor | None, q_len: int, key: Tensor) -> None:
+    """Refuse packed sequences, by the positions (B, Nq), and static caches, also by an empty last place; no mask."""
+    kv_len = key.shape[2]
+    is_wrong = q_len < kv_len and not bool(key[:, :, -1].any())
+    if isinstance(position_ids, Tensor) and position_ids.ndim == 2 and position_ids.shape[1] == q_len:
+        expected = torch.arange(kv_len - q_len, kv_len, device=position_ids.device)
+        is_wrong = is_wrong or not bool((position_ids == expected).all())
+    if is_wrong:
         _refuse(method, "the positions are not those of one sequence per row (packed sequences, or a static cache)")
 
 

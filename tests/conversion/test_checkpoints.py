@@ -246,6 +246,17 @@ def test_max_length_raises_every_limit(tmp_path):
     assert read(source, NAME) == own
 
 
+def test_a_position_table_in_a_dtype_of_its_own_is_repeated_as_it_is(tmp_path):
+    model = tiny_model("roberta").bfloat16()
+    table = model.embeddings.position_embeddings.float()
+    torch.nn.init.normal_(table.weight)
+    model.save_pretrained(tmp_path / "source")
+    convert_saved_model(tmp_path / "source", tmp_path / "out", "nearfar", max_length=300)
+    found = tensors(tmp_path / "out")["embeddings.position_embeddings.weight"]
+    hea.extend_positions(model, 300)
+    assert found.dtype == torch.float32 and torch.equal(found, table.weight)
+
+
 def test_limits_that_are_not_set_or_larger(tmp_path):
     for number, (before, after) in enumerate(
         [({}, {}), ({"max_seq_length": None}, {"max_seq_length": None}), ({"max_seq_length": 300}, None),

@@ -23,7 +23,7 @@ from helpers.learned import shake
 from hf_efficient_attn.evaluation import analyze, calibration, capture, choices, defaults, progress, timing
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.methods import make_config
-from tiny_models import output, reloaded, tiny_batch, tiny_model
+from tiny_models import SMALL, output, reloaded, tiny_batch, tiny_model
 
 
 def batches(family, count, *, start=0):
@@ -237,9 +237,9 @@ def test_bound_and_spread_of_errors():
     assert choices.assumed_spread(8192, is_text=False) == 0.25
 
 
-def choice(calibrated_length=70):
+def choice(calibrated_length=70, method="longformer"):
     """A new one for each model, since it warns once."""
-    return hea.EfficientAttentionConfig("longformer", {"window_size": 3}, None, calibrated_length)
+    return hea.EfficientAttentionConfig(method, SMALL[method], None, calibrated_length)
 
 
 def warnings_of(model, *batches):
@@ -277,10 +277,12 @@ def test_the_calibrated_length_is_stored(is_mix, tmp_path):
     assert warnings_of(hea.convert(model, config), tiny_batch("bert")) == []
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_one_warning_of_a_longer_sequence(family):
+@pytest.mark.parametrize(
+    ("family", "method"), [("bert", "longformer"), ("gpt2", "longformer"), ("bert", "flurka_linear")]
+)
+def test_one_warning_of_a_longer_sequence(family, method):
     """Padding does not make a sequence longer."""
-    model = hea.convert(tiny_model(family), choice())
+    model = hea.convert(tiny_model(family), choice(method=method))
     short, longer, padded = (tiny_batch(family, length=length, padding="right") for length in (70, 90, 90))
     padded["attention_mask"][:, 70:] = 0
     assert warnings_of(model, short, padded) == []

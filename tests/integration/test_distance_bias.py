@@ -18,8 +18,8 @@ from hf_efficient_attn.methods import methods_with, naive_attention
 from hf_efficient_attn.ops.exact import bias_of, biased_exact
 from instances import inputs, numbers
 from promises import Memory
+from tiny_models import cache_argument, reloaded, tiny_batch
 from tiny_models import output as logits
-from tiny_models import reloaded, tiny_batch
 
 # The decoder has cross attention.
 pytestmark = pytest.mark.filterwarnings("ignore:.*stays exact")
@@ -143,6 +143,23 @@ def test_generation_and_saving(layers, tmp_path):
         cached = model.generate(**source, **options, num_beams=beams)
         assert torch.equal(cached, model.generate(**source, **options, num_beams=beams, use_cache=False))
     assert torch.equal(logits(reloaded(model, tmp_path), inputs), logits(model, inputs))
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["T5", "UMT5"])
+def test_an_exact_decoder_with_a_static_cache_and_one_graph_for_all_tokens(kind, compiles):
+    torch.compiler.reset()
+    model, inputs = hea.convert(t5(kind), "longformer", layers=["encoder"]), inputs_of()
+    ids = inputs.pop("decoder_input_ids")[:, :40]
+    expected = logits(model, {**inputs, "decoder_input_ids": ids})
+    cache = transformers.StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=60)
+    given = {cache_argument(): transformers.EncoderDecoderCache(cache, transformers.DynamicCache())}
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        given["encoder_outputs"] = model.encoder(**inputs)
+        found = [model(decoder_input_ids=ids[:, :35], **inputs, **given).logits]
+        step = torch.compile(model.forward, fullgraph=True, backend="aot_eager", disable=not compiles)
+        found += [step(decoder_input_ids=ids[:, i : i + 1], **inputs, **given).logits for i in range(35, 40)]
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("part", [*BIASED, "exact"])

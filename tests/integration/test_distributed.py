@@ -345,29 +345,30 @@ def test_processes_with_sequences_of_unequal_lengths(tmp_path):
 def in_context_parallelism():
     from torch.distributed.tensor.experimental import context_parallel
 
-    model, (tokens, _) = make("llama", "linear"), batch("none")
+    models, (tokens, _) = [make("llama", "linear"), make("bert", "flurka_linear")], batch("none")
     tokens = tokens[:, :60].contiguous()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     with context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1]):
-        inside = refused(lambda: model(tokens, use_cache=False))
-    return inside, refused(lambda: model(batch("none")[0]))
+        inside = [refused(lambda model=model: model(tokens)) for model in models]
+    return inside, [refused(lambda model=model: model(batch("none")[0])) for model in models]
 
 
 def test_context_parallelism_is_refused(tmp_path):
     for inside, outside in processes.run(2, tmp_path, in_context_parallelism):
-        assert outside is None
-        assert "cp_size" in inside and "hf_efficient_attn.sequence_parallel" in inside
+        assert outside == [None, None]
+        assert all("cp_size" in text and "hf_efficient_attn.sequence_parallel" in text for text in inside)
     big_modeling, model = pytest.importorskip("accelerate.big_modeling"), make("llama", "linear")
     big_modeling._attach_context_parallel_hooks(model)
     refuses("context parallelism", model, batch("none")[0])
 
 
-def test_an_engine_that_gives_attention_some_heads_is_refused(monkeypatch):
+@pytest.mark.parametrize(("family", "method"), [("llama", "kdeformer"), ("bert", "flurka_linear")])
+def test_an_engine_that_gives_attention_some_heads_is_refused(family, method, monkeypatch):
     """As DeepSpeed's Ulysses does, it puts a function of its own in the place of the method's."""
-    attend = ALL_ATTENTION_FUNCTIONS["kdeformer"]
+    attend, model = ALL_ATTENTION_FUNCTIONS[method], make(family, method, num_attention_heads=4)
 
     def wrapper(module, query, key, value, *args, **kwargs):
         return attend(module, query[:, :2], key[:, :1], value[:, :1], *args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "kdeformer", wrapper)
-    refuses(r"2 of 4 heads, .* not known which .*Ulysses \(sp_size\)", make("llama", "kdeformer"), batch("none")[0])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, method, wrapper)
+    refuses(r"2 of 4 heads, .* not known which .*Ulysses \(sp_size\)", model, batch("none")[0])

@@ -311,18 +311,15 @@ def test_parts_are_switched_one_after_the_other(model, calls):
 
 
 def test_what_is_refused_leaves_the_other_parts(model, folder):
-    """No causal form: known when a Llama is made; of CLIP, whose modules call themselves bidirectional, in a call."""
+    """CLIP's modules call themselves bidirectional, but its text model calls them as causal ones."""
     unknown = r"unknown part of \w+Config '(vison_config|language)'.*Known: text_config, vision_config"
     rows = [({"vison_config": "nearfar"}, unknown), ({"vision_config": "sdpa", "language": "linear"}, unknown)]
     names = {"vision_config": "nearfar", "text_config": "linformer"}
-    rows += [(names, "no causal form")] if model.config.model_type != "clip" else []
+    rows += [(names, "no causal form")]
     for choice, words in rows:
         refuses(words, type(model).from_pretrained, folder, attn_implementation=choice)
         refuses(words, model.set_attn_implementation, choice)
         assert chosen(model) == ["sdpa"] * 3
-    if model.config.model_type == "clip":
-        model.set_attn_implementation(names)
-        refuses("no causal form", output, model, inputs_for(model))
     config, choice = transformers.BertConfig(**TEXT), {"text_config": "linear"}
     refuses("unknown part of BertConfig", transformers.AutoModel.from_config, config, attn_implementation=choice)
     assert config._attn_implementation is None

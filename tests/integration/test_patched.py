@@ -144,13 +144,18 @@ def test_bloom_generates_in_a_window(side):
     mask = mask_of(ids) if side == "right" else mask_of(ids).flip(1)
     options = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
     if side == "right":
-        refuses("pad all sequences on the same side", model.generate, input_ids=ids, attention_mask=mask, **options)
+        for name in (None, "static"):
+            options |= {"input_ids": ids, "attention_mask": mask, "cache_implementation": name}
+            refuses("pad all sequences on the same side", model.generate, **options)
         return
     for beams in (1, 3):
         found = model.generate(input_ids=ids, attention_mask=mask, num_beams=beams, **options)
         again = model.generate(input_ids=ids, attention_mask=mask, num_beams=beams, use_cache=False, **options)
         alone = model.generate(input_ids=ids[:1, 5:], num_beams=beams, **options)
-        assert torch.equal(found, again) and torch.equal(found[:1, 20:], alone[:, 15:])
+        static = model.generate(
+            input_ids=ids, attention_mask=mask, num_beams=beams, cache_implementation="static", **options
+        )
+        assert torch.equal(found, again) and torch.equal(found, static) and torch.equal(found[:1, 20:], alone[:, 15:])
 
 
 @pytest.mark.exhaustive

@@ -25,6 +25,9 @@ def model_of(family: str, head: bool = True):
     """A tiny model with 128 positions."""
     if family in LEARNED:
         return tiny_model(family, head=head, **({"n_ctx": 128} if family == "gpt2" else {}))
+    if family == "gpt_neo":
+        own = {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128, "window_size": 150}
+        return transformers.GPTNeoModel(transformers.GPTNeoConfig(**sizes(transformers.GPTNeoConfig, **own))).eval()
     return tiny({"opt": "OPT"}.get(family, family))
 
 
@@ -46,7 +49,7 @@ def tables(model) -> list[torch.nn.Embedding]:
 
 
 @pytest.mark.parametrize("head", [False, True], ids=["body", "with-head"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", [*MODELS, "gpt_neo"])
 def test_tiling(family, head, tmp_path):
     model, offset, short = model_of(family, head), OFFSET.get(family, 0), tiny_batch("bert", length=128)
     long = tiny_batch("bert", length=300, padding="right")

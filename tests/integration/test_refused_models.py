@@ -201,10 +201,10 @@ def test_a_model_that_gets_attention_after_its_base_class_is_made():
     ids=str,
 )
 def test_a_decoder_refuses_hyperparameters_that_its_form_does_not_use(changes):
-    """An encoder uses them. A decoder also takes the values that `with_budget` sets."""
-    model = tiny_model("gpt2", None)
-    before = model.config._attn_implementation
-    refuses(f"{next(iter(changes))}=.* has no effect in the causal form", hea.convert, model, "nearfar", **changes)
-    assert model.config._attn_implementation == before
-    hea.convert(model, hea.NearFarConfig().with_budget(12))
+    """An encoder uses them. A decoder, or a text model like CLIP's, also takes the values that `with_budget` sets."""
+    for model in (tiny_model("gpt2", None), transformers.OwlViTTextModel(transformers.OwlViTTextConfig(**SIZES))):
+        before = model.config._attn_implementation
+        refuses(f"{next(iter(changes))}=.* has no effect in the causal form", hea.convert, model, "nearfar", **changes)
+        assert model.config._attn_implementation == before
+        hea.convert(model, hea.NearFarConfig().with_budget(12))
     hea.convert(tiny_model("bert", None), "nearfar", **changes)

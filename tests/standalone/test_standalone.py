@@ -193,11 +193,12 @@ def test_methods_that_learn_have_no_kernel(method, tmp_path):
     assert not (tmp_path / "kernel").exists()
 
 
-def call(method="longformer", mask=None, config=None, layer_idx=0, **kwargs):
+def call(method="longformer", mask=None, config=None, layer_idx=0, num_empty=0, **kwargs):
     module = nn.Module()
     module.config, module.layer_idx, module.is_causal = SimpleNamespace(**(config or {})), layer_idx, True
     query = torch.randn(1, 2, 40, 8)
-    return kernel_function(method)(module, query, query, query, mask, **kwargs)[0]
+    key = nn.functional.pad(query, (0, 0, 0, num_empty))
+    return kernel_function(method)(module, query, key, key, mask, **kwargs)[0]
 
 
 def chosen(**values):
@@ -215,9 +216,11 @@ def chosen(**values):
         ("longformer", {"position_bias": torch.zeros(1, 2, 40, 40)}, "'position_bias'"),
         ("longformer", {"cu_seq_lens_q": torch.tensor([0, 20, 40])}, "'cu_seq_lens_q'"),
         ("longformer", {"position_ids": torch.arange(40)[None] % 20}, "packed sequences"),
+        ("longformer", {"num_empty": 8}, "static cache"),  # of a model that hands no positions on
         ("longformer", {"config": {"is_encoder_decoder": True}}, "cross attention"),
         ("longformer", chosen(method="nearfar"), "chooses nearfar"),
         ("longformer", {**chosen(layers=[1]), "layer_idx": None}, "does not know which one"),
+        ("longformer", chosen(layers=["encoder"]), "does not know which one"),
         ("linear", chosen(feature_map="hedgehog"), "query_map None"),
         ("longformer", chosen(window=3), "unknown key"),
     ],
