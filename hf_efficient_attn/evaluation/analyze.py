@@ -260,7 +260,7 @@ def _plan_visits(
 def _matrix_properties(call: capture.Call) -> dict[str, Tensor]:
     """Stable rank and tail-to-head ratio of the call of one sequence without its padding: float64 (H,) each."""
     query, key = call.query, call.key
-    is_square = query.shape[2] == key.shape[2]
+    is_square = not call.location.is_cross and query.shape[2] == key.shape[2]
     if call.key_mask is not None:
         valid = call.key_mask[0]
         query, key = query[:, :, valid] if is_square else query, key[:, :, valid]

@@ -192,17 +192,19 @@ def measure_output_error(model: nn.Module, batch: capture.Batch, settings: Effic
         found = getattr(output, "last_hidden_state", getattr(output, "logits", None))
         if not isinstance(found, Tensor):
             return None
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if mask is not None and mask.shape == found.shape[:2]:
-            found = found[mask.to(found.device).bool()]
-        states.append(widened(found))
+        of_decoder = hasattr(output, "encoder_last_hidden_state")
+        states.append(widened(found[capture.valid_tokens(batch, found, of_decoder=of_decoder)]))
     return float((states[1] - states[0]).norm() / states[0].norm())
 
 
-def _size(batch: capture.Batch) -> int:
-    """The largest number of numbers per sequence in a tensor of a batch; 0 for what `forward` refuses."""
-    values = batch.values() if isinstance(batch, Mapping) else [batch]
-    return max((math.prod(x.shape[1:]) for x in values if isinstance(x, Tensor) and x.ndim), default=0)
+def _size(batch: capture.Batch) -> tuple[int, int]:
+    """The tokens without padding and the numbers of the longest sequence of a batch; 0 for what `forward` refuses."""
+    values = batch if isinstance(batch, Mapping) else {"": batch}
+    size = max((math.prod(x.shape[1:]) for x in values.values() if isinstance(x, Tensor) and x.ndim), default=0)
+    mask = values.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return size, size
+    return max(mask.bool().sum(1).tolist(), default=0), size
 
 
 class Study:
