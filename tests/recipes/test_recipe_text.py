@@ -119,7 +119,7 @@ def test_masks_depend_on_seed_epoch_and_window_only():
     assert torch.equal(first["input_ids"][0], again["input_ids"][2])
     assert torch.equal(first["labels"][1], again["labels"][0])
     once = collator.mask_once(rows)
-    collator.set_epoch(1)
+    collator.epoch.fill_(1)
     assert not torch.equal(first["labels"], collator([rows[0], rows[3]])["labels"])
     assert torch.equal(first["labels"], collator([once[0], once[3]])["labels"]), "fixed masks do not change"
     assert not torch.equal(first["labels"], masked_rows(seed=1)[0]([rows[0], rows[3]])["labels"])
@@ -127,7 +127,7 @@ def test_masks_depend_on_seed_epoch_and_window_only():
     options = {"collate_fn": collator, "num_workers": 1, "persistent_workers": True}
     loader, labels = torch.utils.data.DataLoader(list(rows), 9, **options), []
     for epoch in (1, 2):
-        collator.set_epoch(epoch)
+        collator.epoch.fill_(epoch)
         labels.append(next(iter(loader))["labels"])
     assert not torch.equal(*labels)
     # The share of masked tokens.

@@ -156,10 +156,6 @@ class MaskingCollator:
         # In shared memory, since workers may live longer than an epoch.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose masks are drawn, before it starts."""
-        self.epoch.fill_(epoch)
-
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Collate a batch."""
         masked = [feature if "labels" in feature else self.mask(feature, int(self.epoch)) for feature in features]
