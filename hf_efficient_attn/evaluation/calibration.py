@@ -192,8 +192,8 @@ def measure_output_error(model: nn.Module, batch: capture.Batch, settings: Effic
         found = getattr(output, "last_hidden_state", getattr(output, "logits", None))
         if not isinstance(found, Tensor):
             return None
-        of_decoder = hasattr(output, "encoder_last_hidden_state")
-        states.append(widened(found[capture.valid_tokens(batch, found, of_decoder=of_decoder)]))
+        valid = capture.valid_tokens(batch, found, of_decoder=hasattr(output, "encoder_last_hidden_state"))
+        states.append(widened(found[valid]))
     return float((states[1] - states[0]).norm() / states[0].norm())
 
 

@@ -71,8 +71,7 @@ class Call(NamedTuple):
     @property
     def query_mask(self) -> Tensor | None:
         """Bool (B, Nq), the queries that are not padding; None if all are valid, or if that is unknown."""
-        is_self = not self.location.is_cross and self.query.shape[2] == self.key.shape[2]
-        return self.key_mask if is_self else None
+        return None if self.location.is_cross or self.query.shape[2] != self.key.shape[2] else self.key_mask
 
     def row(self, index: int) -> "Call":
         """The call for one sequence of the batch."""
@@ -252,10 +251,7 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
 
 
 def valid_tokens(batch: Batch, output: Tensor, *, of_decoder: bool) -> Any:
-    """The index of the tokens of an output (B, N, D) that the batch does not mask; `...` if it masks none.
-
-    `of_decoder` says whether the output is that of the decoder beside an encoder, whose mask it does not have.
-    """
+    """The index of what the batch does not mask in an output (B, N, D), perhaps that of a decoder beside an encoder."""
     name = "decoder_attention_mask" if of_decoder else "attention_mask"
     mask = batch.get(name) if isinstance(batch, Mapping) else None
     return mask.to(output.device).bool() if mask is not None and mask.shape == output.shape[:-1] else ...

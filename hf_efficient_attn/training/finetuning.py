@@ -158,9 +158,7 @@ def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, tuple[T
             )
         return {"the logits": (logits, hasattr(output, "encoder_last_hidden_state"))}
     outputs = forward(model, batch, output_hidden_states=True)
-    states = [
-        (x, name == "decoder_hidden_states") for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]
-    ]
+    states = [(x, name == _STATES[-1]) for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
         raise UnsupportedAttentionError(f"{type(model).__name__} returns no hidden states: use target='logits'")
     return {f"the hidden states after layer {number}": x for number, x in enumerate(states)}

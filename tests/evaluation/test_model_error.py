@@ -124,15 +124,13 @@ def test_padding_of_the_encoder_masks_no_token_of_the_decoder():
     model = hea.convert(copy.deepcopy(exact), config)
     found = []
     for text in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:, :8]}):
-        batch, errors = {**text, "decoder_input_ids": ids}, []
+        batch = {**text, "decoder_input_ids": ids}
+        errors = [calibration.measure_output_error(exact, batch, hea.EfficientAttentionConfig(config))]
         with capture.capture_attention(exact, lambda call, errors=errors: errors.append(call.errors(config).mean())):
             capture.forward(exact, batch)
         errors += [one.mean for one in hea.attention_error(model, batch, num_rows=None).layers]
-        errors.append(calibration.measure_output_error(exact, batch, hea.EfficientAttentionConfig(config)))
-        for target in ("hidden_states", "logits"):
-            fine = Finetuning(model, exact, FinetuningOptions(steps=1, target=target))
-            errors += [one.loss for one in fine.measure(batch)]
-        found.append(torch.tensor([*errors, *(one.loss for one in Distillation(model, 1).measure(batch))]))
+        stages = Distillation(model, 1), Finetuning(model, exact, FinetuningOptions(steps=1))
+        found.append(torch.tensor([*errors, *(one.loss for stage in stages for one in stage.measure(batch))]))
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 

@@ -124,11 +124,8 @@ def test_masks_depend_on_seed_epoch_and_window_only():
     assert torch.equal(first["labels"], collator([once[0], once[3]])["labels"]), "fixed masks do not change"
     assert not torch.equal(first["labels"], masked_rows(seed=1)[0]([rows[0], rows[3]])["labels"])
     # Also in a worker that lives longer than an epoch.
-    options = {"collate_fn": collator, "num_workers": 1, "persistent_workers": True}
-    loader, labels = torch.utils.data.DataLoader(list(rows), 9, **options), []
-    for epoch in (1, 2):
-        collator.epoch.fill_(epoch)
-        labels.append(next(iter(loader))["labels"])
+    loader = torch.utils.data.DataLoader(list(rows), 9, collate_fn=collator, num_workers=1, persistent_workers=True)
+    labels = [next(iter(loader))["labels"] for epoch in (1, 2) if collator.epoch.fill_(epoch)]
     assert not torch.equal(*labels)
     # The share of masked tokens.
     collator, rows = masked_rows(probability=0.3)
