@@ -158,8 +158,7 @@ def make_settings(chosen: Mapping[Layer, choices.Choice], calibrated_length: int
 def measure_speed(model: nn.Module, batch: capture.Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    It is the longest of the batch. Projections and other parts of the model are not included. Layers that stay exact
-    are.
+    It is the longest of the batch. Layers that stay exact are included, projections and other parts of the model not.
     """
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 

@@ -206,9 +206,8 @@ class ModelData:
 
     def pixels_for(self, length: int) -> int:
         """Height and width of the square picture of whole patches whose number of tokens is nearest to `length`."""
-        if length == self.native_tokens:
-            return self.native
-        return self.patch * max(1, round(self.step * math.sqrt(max(1, length - self.extra_tokens)) / self.patch))
+        count = round(self.step * math.sqrt(max(1, length - self.extra_tokens)) / self.patch)
+        return self.native if length == self.native_tokens else self.patch * max(1, count)
 
     def tokens_for(self, length: int) -> int:
         """Number of tokens of the inputs that `inputs` returns for `length`."""
