@@ -306,7 +306,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if train is not None:
         random = Training(pixels, norm, (data.crop_scale, 1.0), data.flip)
         trained = PictureDataset(parts[0], indices, plain if data.augmentation == "none" else random, args.seed)
-        callbacks.append(training.Epochs(trained.set_epoch))
+        callbacks.append(training.Epochs(trained.epoch))
     trainer = transformers.Trainer(
         model=model, args=args, data_collator=functools.partial(collate, interpolate=interpolate),
         train_dataset=trained, eval_dataset=evaluated, processing_class=processor_of(norm, pixels, data.crop_ratio),

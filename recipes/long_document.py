@@ -64,15 +64,20 @@ def main(argv: list[str] | None = None) -> None:
     if count < processes:
         raise ValueError(f"the document has {count} tokens for {processes} processes")
     model = AutoModel.from_pretrained(folder, dtype=getattr(torch, options.dtype)).eval()
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{folder} has an encoder and a decoder: give an encoder as --model, such as BERT")
     note = allow_length(model, count)
     model = hea.convert(model, config).to(state.device)
     if processes > 1:
         model = hea.sequence_parallel(model, dist.group.WORLD)
     start = time.perf_counter()
     first, last = (count * (rank + i) // processes for i in (0, 1))
-    ids, positions = (torch.tensor([x[first:last]], device=state.device) for x in (tokens, range(count)))
+    inputs = {"input_ids": torch.tensor([tokens[first:last]], device=state.device)}
+    table = next((x for name, x in model.named_modules() if name.endswith("position_embeddings")), None)
+    if processes > 1 and getattr(table, "padding_idx", None) is not None:  # RoBERTa: they begin after that of padding
+        inputs["position_ids"] = torch.arange(first, last, device=state.device)[None] + table.padding_idx + 1
     with torch.inference_mode():
-        total = model(input_ids=ids, position_ids=positions).last_hidden_state.double().sum(1)[0]
+        total = model(**inputs).last_hidden_state.double().sum(1)[0]
     if processes > 1:
         dist.all_reduce(total)
     embedding = torch.nn.functional.normalize(total / count, dim=0)

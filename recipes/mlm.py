@@ -52,7 +52,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     tokenizer = given["processing_class"]
     collator = text.MaskingCollator(tokenizer, masking.mask_probability, args.seed)
     given["eval_dataset"] = collator.mask_once(given["eval_dataset"])
-    given["callbacks"].append(training.Epochs(collator.set_epoch))
+    given["callbacks"].append(training.Epochs(collator.epoch))
     metrics = {"": functools.partial(language.loss_figures, causal=False)}
     trainer = language.LanguageTrainer(**given, data_collator=collator, metrics=metrics, causal=False)
     options = {"evaluate": given["eval_dataset"], "metric": "eval_accuracy", "train": not words.eval_only}

@@ -39,6 +39,7 @@ import numpy as np
 import sacrebleu
 import transformers
 from datasets import Dataset, load_dataset
+from torch.utils.data import SequentialSampler
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from hf_efficient_attn.conversion.convert import num_positions
@@ -286,6 +287,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         compute_metrics=compute_metrics if args.predict_with_generate else None,
         callbacks=callbacks,
     )
+    # With group_by_length Trainer would evaluate in another order than that of the references.
+    trainer._get_eval_sampler = SequentialSampler
     extra = {
         "translation": dataclasses.asdict(options),
         "model": dataclasses.asdict(kind),

@@ -65,7 +65,7 @@ def analyze(
 
         - "layers": [{"layer", "name", "stable_rank": [one number per head], "head_to_tail": the same, "errors": {label:
           {budget: [one number per head]}}}]. Both properties are those of the first sequence, and None for more than
-          4,096 tokens; "head_to_tail" also for attention between two sequences.
+          4,096 tokens; "stable_rank" also with distance biases or sinks, "head_to_tail" between two sequences.
         - "recommended": None if no method keeps the limit. Otherwise a dictionary of "layers" [{"layer", "attention" (a
           label), "method", "columns" (None for a method as it is given), "settings" (without defaults), "error" (mean
           over sequences and heads), "bound" (of the error on an unseen sequence)}], "exact_layers", "error" (mean of
@@ -260,15 +260,16 @@ def _plan_visits(
 def _matrix_properties(call: capture.Call) -> dict[str, Tensor]:
     """Stable rank and tail-to-head ratio of the call of one sequence without its padding: float64 (H,) each."""
     query, key = call.query, call.key
-    is_square = query.shape[2] == key.shape[2]
+    is_square = not call.location.is_cross and query.shape[2] == key.shape[2]
     if call.key_mask is not None:
         valid = call.key_mask[0]
         query, key = query[:, :, valid] if is_square else query, key[:, :, valid]
     key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
     properties: dict[str, list[Tensor]] = defaultdict(list)
     for q, k in zip(query.split(1, 1), key.split(1, 1), strict=True):  # one head at a time, for the memory
-        weights = softmax_matrix(q, k, is_causal=call.is_causal, scale=call.scale)
-        properties["stable_rank"].append(stable_rank(weights).flatten())
+        if call.distance_bias is None and call.sinks is None:
+            weights = softmax_matrix(q, k, is_causal=call.is_causal, scale=call.scale)
+            properties["stable_rank"].append(stable_rank(weights).flatten())
         if is_square and q.shape[2]:
             properties["head_to_tail"].append(head_to_tail(q, k, scale=call.scale, first=q.shape[2]).flatten())
     return {name: torch.cat(values).cpu() for name, values in properties.items()}

@@ -158,8 +158,7 @@ def make_settings(chosen: Mapping[Layer, choices.Choice], calibrated_length: int
 def measure_speed(model: nn.Module, batch: capture.Batch, settings: EfficientAttentionConfig) -> timing.Timing:
     """How many times faster the attention of all layers is with `settings` than exact attention, on one sequence.
 
-    It is the longest of the batch. Projections and other parts of the model are not included. Layers that stay exact
-    are.
+    It is the longest of the batch. Layers that stay exact are included, projections and other parts of the model not.
     """
     seconds: list[list[list[float]]] = []  # of the attention with `settings`, and exact, in each round of each layer
 
@@ -192,17 +191,19 @@ def measure_output_error(model: nn.Module, batch: capture.Batch, settings: Effic
         found = getattr(output, "last_hidden_state", getattr(output, "logits", None))
         if not isinstance(found, Tensor):
             return None
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if mask is not None and mask.shape == found.shape[:2]:
-            found = found[mask.to(found.device).bool()]
-        states.append(widened(found))
+        valid = capture.valid_tokens(batch, found, of_decoder=hasattr(output, "encoder_last_hidden_state"))
+        states.append(widened(found[valid]))
     return float((states[1] - states[0]).norm() / states[0].norm())
 
 
-def _size(batch: capture.Batch) -> int:
-    """The largest number of numbers per sequence in a tensor of a batch; 0 for what `forward` refuses."""
-    values = batch.values() if isinstance(batch, Mapping) else [batch]
-    return max((math.prod(x.shape[1:]) for x in values if isinstance(x, Tensor) and x.ndim), default=0)
+def _size(batch: capture.Batch) -> tuple[int, int]:
+    """The tokens without padding and the numbers of the longest sequence of a batch; 0 for what `forward` refuses."""
+    values = batch if isinstance(batch, Mapping) else {"": batch}
+    size = max((math.prod(x.shape[1:]) for x in values.values() if isinstance(x, Tensor) and x.ndim), default=0)
+    mask = values.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return size, size
+    return max(mask.bool().sum(1).tolist(), default=0), size
 
 
 class Study:

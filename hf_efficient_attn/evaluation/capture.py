@@ -68,6 +68,11 @@ class Call(NamedTuple):
         """The number of keys of the longest sequence, without its padding."""
         return self.key.shape[2] if self.key_mask is None else int(self.key_mask.sum(1).max())
 
+    @property
+    def query_mask(self) -> Tensor | None:
+        """Bool (B, Nq), the queries that are not padding; None if all are valid, or if that is unknown."""
+        return None if self.location.is_cross or self.query.shape[2] != self.key.shape[2] else self.key_mask
+
     def row(self, index: int) -> "Call":
         """The call for one sequence of the batch."""
         return self.rows(slice(index, index + 1))
@@ -95,11 +100,10 @@ class Call(NamedTuple):
         are those that the method has learned; None for the values that a conversion starts from. `output` is what
         `compute` returns, if it is known.
         """
-        shape, valid = self.query.shape[:2], None
+        shape, valid = self.query.shape[:2], self.query_mask
         if self.chosen(config) is None:
             return torch.zeros(shape, dtype=torch.float64)
-        if self.key_mask is not None and self.query.shape[2] == self.key.shape[2]:
-            valid = self.key_mask.repeat_interleave(shape[1], 0)
+        valid = None if valid is None else valid.repeat_interleave(shape[1], 0)
         out = self.compute(config, parameters) if output is None else output
         with torch.autocast(out.device.type, enabled=False):
             error = row_error(out.flatten(0, 1), self.exact.flatten(0, 1), valid).estimate
@@ -244,6 +248,13 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
     if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)
+
+
+def valid_tokens(batch: Batch, output: Tensor, *, of_decoder: bool) -> Any:
+    """The index of what the batch does not mask in an output (B, N, D), perhaps that of a decoder beside an encoder."""
+    name = "decoder_attention_mask" if of_decoder else "attention_mask"
+    mask = batch.get(name) if isinstance(batch, Mapping) else None
+    return mask.to(output.device).bool() if mask is not None and mask.shape == output.shape[:-1] else ...
 
 
 class AttentionSummary(NamedTuple):

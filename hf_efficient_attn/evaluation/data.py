@@ -165,11 +165,11 @@ class ModelData:
         count, num_special = len(self.token_ids), sum(map(len, self.special))
         if shorter and count:
             self.longest = min(self.longest, count + num_special)
-        needed = self.longest - num_special
-        if needed < 1 or count < needed:
+        self.check_length(self.longest)
+        if count < (needed := self.longest - num_special):
             raise UnsupportedAttentionError(
-                f"{self.name} has {count} tokens, but an input of {self.longest} tokens needs {max(needed, 1)}: give "
-                "more text, or other lengths"
+                f"{self.name} has {count} tokens, but an input of {self.longest} tokens needs {needed}: give more "
+                "text, or other lengths"
             )
         self.rows = min(self.rows, max(1, count // self.longest))
 
@@ -186,7 +186,8 @@ class ModelData:
         self.native_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
         side = math.isqrt(self.native_tokens)
-        self.step, self.extra_tokens = image // side, self.native_tokens - side**2  # class tokens and the like
+        self.step = patch if image // patch == side else image // side
+        self.extra_tokens = self.native_tokens - side**2  # class tokens and the like
         if not files:
             return
         if not (folder / "preprocessor_config.json").is_file():
@@ -205,7 +206,8 @@ class ModelData:
 
     def pixels_for(self, length: int) -> int:
         """Height and width of the square picture of whole patches whose number of tokens is nearest to `length`."""
-        return self.patch * max(1, round(self.step * math.sqrt(max(1, length - self.extra_tokens)) / self.patch))
+        count = round(self.step * math.sqrt(max(1, length - self.extra_tokens)) / self.patch)
+        return self.native if length == self.native_tokens else self.patch * max(1, count)
 
     def tokens_for(self, length: int) -> int:
         """Number of tokens of the inputs that `inputs` returns for `length`."""
@@ -302,6 +304,8 @@ def tokens_of(texts: Sequence[str], encode: Callable[[str], Sequence[int]], leng
         limit = min(size, -(-left // (len(texts) - number)))
         left -= limit
     encoded = [encode(text[:limit]) for text in texts]
+    if sum(map(len, encoded)) < rows * length and any(len(text) > limit for text in texts):
+        encoded = [encode(text) for text in texts]  # of tables and the like, whose tokens have more characters
     whole = [[tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)] for tokens in encoded]
     inputs = chain.from_iterable(zip_longest(*whole, fillvalue=()))
     ends = (tokens[len(tokens) // length * length :] for tokens in encoded)

@@ -182,7 +182,7 @@ def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowE
         key_mask = call.key_mask[b].expand(num_heads, -1)
         key, value = (x.masked_fill(~call.key_mask[b][:, None], 0.0) for x in (key, value))
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    query_mask = key_mask if q_len == call.key.shape[2] else None
+    query_mask = None if call.query_mask is None else key_mask
     draws = Draws(seed, query.device)
     rows = sample_rows(num_heads, q_len, num_rows or q_len, query_mask, num_heads=num_heads, draws=draws)
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale

@@ -258,9 +258,8 @@ def backward(call: Call, config: MethodConfig, parameters: Mapping[str, Tensor],
 
 def _valid(call: Call) -> Tensor:
     """Bool, broadcastable to (B, H, Nq): the queries that are not padding, as far as they are known."""
-    if call.key_mask is None or call.query.shape[2] != call.key.shape[2]:
-        return torch.ones(1, 1, 1, dtype=torch.bool, device=call.query.device)
-    return call.key_mask[:, None]
+    mask = call.query_mask
+    return torch.ones(1, 1, 1, dtype=torch.bool, device=call.query.device) if mask is None else mask[:, None]
 
 
 def stages_of(

@@ -14,7 +14,6 @@ those of knowledge distillation, so that unlabelled inputs suffice.
 import contextlib
 import copy
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, unknown_name
-from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward
+from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward, valid_tokens
 from hf_efficient_attn.training.steps import LayerLoss, Training, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
@@ -132,10 +131,10 @@ class Finetuning(Training):
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(capture_attention(self.model, lambda call: None))
             wanted = outputs_of(self.model if self.teacher is None else self.teacher, batch, self.target)
-        losses, mask = {}, batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        for name, x in outputs_of(self.model, batch, self.target).items():
-            valid: Any = mask.to(x.device).bool() if mask is not None and mask.shape == x.shape[:2] else ...
-            x, target = x.float(), wanted[name].float()
+        losses = {}
+        for name, (output, of_decoder) in outputs_of(self.model, batch, self.target).items():
+            valid = valid_tokens(batch, output, of_decoder=of_decoder)
+            x, target = output.float(), wanted[name][0].float()
             if self.target == "logits":
                 x, target = x.log_softmax(-1), target.log_softmax(-1)
                 losses[name] = nn.functional.kl_div(x, target, reduction="none", log_target=True).sum(-1)[valid].mean()
@@ -145,21 +144,21 @@ class Finetuning(Training):
         return losses
 
 
-def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]:
+def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, tuple[Tensor, bool]]:
     """The hidden states of all layers without the embeddings, or the logits, by what messages call them.
 
-    A model that does not return them is refused.
+    With each is whether the decoder beside an encoder returns it. A model that does not return them is refused.
     """
     if target == "logits":
-        logits = getattr(forward(model, batch), "logits", None)
+        logits = getattr(output := forward(model, batch), "logits", None)
         if logits is None:
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} has no logits: use target='hidden_states', or load the checkpoint with its "
                 "head, such as AutoModelForCausalLM"
             )
-        return {"the logits": logits}
+        return {"the logits": (logits, hasattr(output, "encoder_last_hidden_state"))}
     outputs = forward(model, batch, output_hidden_states=True)
-    states = [x for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
+    states = [(x, name == _STATES[-1]) for name in _STATES for x in (getattr(outputs, name, None) or ())[1:]]
     if not states:
         raise UnsupportedAttentionError(f"{type(model).__name__} returns no hidden states: use target='logits'")
     return {f"the hidden states after layer {number}": x for number, x in enumerate(states)}

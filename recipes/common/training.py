@@ -6,7 +6,7 @@ Everything that is not possible raises ValueError before the first step.
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -91,15 +91,15 @@ class _Clock(TrainerCallback):
 
 
 class Epochs(TrainerCallback):
-    """Calls a function with the number of the epoch at its start. Accelerate does so only with a single process."""
+    """Writes the number of the epoch into a tensor at its start, in the main process."""
 
-    def __init__(self, set_epoch: Callable[[int], None]) -> None:
-        self.set_epoch = set_epoch
+    def __init__(self, epoch: torch.Tensor) -> None:
+        self.epoch = epoch
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         """Set the epoch."""
         # A resumed run starts within an epoch. At the end of an epoch the value is an integer up to rounding.
-        self.set_epoch(int((state.epoch or 0) + 1e-6))
+        self.epoch.fill_(int((state.epoch or 0) + 1e-6))
 
 
 class _SwitchWarmup(TrainerCallback):

@@ -68,6 +68,11 @@ def test_padding_does_not_count_in_an_analysis():
     assert short["calibrated"]["calibrated_length"] == long["calibrated"]["calibrated_length"] == 40
 
 
+def test_the_stable_rank_of_biased_scores_is_unknown():
+    layers = analyze.analyze(t5().get_encoder(), {"input_ids": torch.arange(5, 45)[None]}, **WINDOW)["layers"]
+    assert [entry["stable_rank"] for entry in layers] == [None] * len(layers) and all(x["head_to_tail"] for x in layers)
+
+
 @pytest.fixture
 def flat(made, text, tmp_path):
     """Arguments for a model whose second layer computes the mean of all values, which landmarks represent exactly."""

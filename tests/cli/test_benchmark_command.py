@@ -481,6 +481,16 @@ def test_fewer_pictures_come_from_the_whole_folder(made, photographs, tmp_path):
     assert [pathlib.Path(name).name for name, _ in data.pictures] == [f"{number:02}.png" for number in range(0, 16, 2)]
 
 
+@pytest.mark.parametrize(("side", "patch", "tokens"), [(30, 4, 50), (35, 6, 26), (32, 8, 17)])
+def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
+    model = tiny_model("vit", image_size=side, patch_size=patch)
+    data = ModelData(model, pathlib.Path(), None, longest=tokens, rows=1)
+    assert (data.native_tokens, data.inputs(tokens, 0, 1).pixels) == (tokens, side)
+    for length in (tokens, 4 * tokens - 3):
+        found = data.inputs(length, 0, 1)
+        assert model(**found.values).last_hidden_state.shape[1] == found.tokens == length
+
+
 def test_names_and_tasks(made):
     checked = open_checkpoint(made("bert"))
     assert checked.title == "/".join(made("bert").parts[-2:])

@@ -213,6 +213,16 @@ def test_sequences_without_valid_tokens_do_not_count():
     assert [set(errors) for errors in study.table.values()] == [{(0, 0)}, {(0, 0)}]
 
 
+def test_the_longest_batch_is_that_with_most_tokens(monkeypatch):
+    """Not that with most padding: its times decide, and the error of its output is logged."""
+    short, long = ({**tiny_batch("bert", padding="right")} for _ in range(2))
+    short["attention_mask"], measured = (torch.arange(70) < 20).expand(2, -1).long(), []
+    monkeypatch.setattr(calibration, "measure_output_error", lambda model, batch, settings: measured.append(batch))
+    for data in ([short, long], [long, short]):
+        hea.calibrate(tiny_model("bert"), data, max_error=100.0, methods=["longformer"], budgets=[16])
+    assert all(batch is long for batch in measured) and len(measured) == 2
+
+
 def test_bound_and_spread_of_errors():
     for known in ([0.1, 0.2, 0.4], [0.1, 0.2]):  # their own deviation, if it is larger than that of all layers
         deviation = math.log(2) * math.sqrt({3: 1, 2: 0.5}[len(known)])

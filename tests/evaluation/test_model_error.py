@@ -1,5 +1,6 @@
 """`hea.attention_error` against dense attention, errors estimated from a few rows, and how often their bound fails."""
 
+import copy
 import json
 
 import pytest
@@ -12,11 +13,14 @@ from each import close, refuses
 from helpers.commands import run
 from helpers.encoder_decoders import tiny
 from hf_efficient_attn.analysis.matrices import operator_norm
+from hf_efficient_attn.evaluation import calibration, capture
 from hf_efficient_attn.evaluation.model_error import LayerError, ModelError, exact_rows
 from hf_efficient_attn.integration.inputs import read_mask
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.row_error import RowError, row_error, sample_rows
+from hf_efficient_attn.training.distillation import Distillation
+from hf_efficient_attn.training.finetuning import Finetuning, FinetuningOptions
 from instances import inputs, numbers, padding_mask
 from recipes.benchmarks import error_bound as recipe
 from tiny_models import output, tiny_batch, tiny_model
@@ -111,6 +115,23 @@ def test_cross_attention_that_stays_exact():
     assert {name for name, method in methods.items() if method == "sdpa"} == {
         f"decoder.layers.{layer}.encoder_attn" for layer in (0, 1)
     }
+
+
+def test_padding_of_the_encoder_masks_no_token_of_the_decoder():
+    """Also if both have as many: the figures are those without padding, of a decoder that is longer than the text."""
+    exact, ids, mask = tiny("bart").eval(), tiny_batch("bert")["input_ids"] % 50 + 5, torch.ones(2, 70).long()
+    mask[:, 8:], config = 0, hea.LinearConfig(feature_map="hedgehog")
+    model = hea.convert(copy.deepcopy(exact), config)
+    found = []
+    for text in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[:, :8]}):
+        batch = {**text, "decoder_input_ids": ids}
+        errors = [calibration.measure_output_error(exact, batch, hea.EfficientAttentionConfig(config))]
+        with capture.capture_attention(exact, lambda call, errors=errors: errors.append(call.errors(config).mean())):
+            capture.forward(exact, batch)
+        errors += [one.mean for one in hea.attention_error(model, batch, num_rows=None).layers]
+        stages = Distillation(model, 1), Finetuning(model, exact, FinetuningOptions(steps=1))
+        found.append(torch.tensor([*errors, *(one.loss for stage in stages for one in stage.measure(batch))]))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 def test_sequences_without_a_token_do_not_count():

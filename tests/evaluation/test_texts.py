@@ -31,6 +31,8 @@ def test_no_more_is_tokenized_than_needed():
     assert [len(text) for text in read] == [155, 10, 155]
     tokens_of(["a" * 10_000], lambda text: read.append(text) or letters(text), 5, 4)
     assert len(read[-1]) == 16 * 5 * 4
+    wide = f"a{' ' * 500}b"  # needs more
+    assert tokens_of([wide], lambda text: letters(text.replace(" ", "")), 2, 1).tolist() == letters("ab")
 
 
 def test_files_and_folders(tmp_path):

@@ -101,7 +101,7 @@ STATEMENTS = {
             "| 128 | 2 | kdeformer | 0.0321 | 1.25x | 0.2500 |  | 18 |",
             "| 64 | 2 | linear | 0.005 | 2.00x | 0.7500 | 0.2500 |  |",
             "From 128 tokens, kdeformer is faster than exact attention.",
-            "Up to 128 tokens, linear was not faster",
+            "Up to 64 tokens, linear was not faster",
             "on 8 examples of book.txt",
             "cpu A CPU; threads 2",
             "The data are small.",

@@ -6,13 +6,15 @@ distill.py and long_document.py run in one process and in two.
 import json
 import pathlib
 import re
+import shutil
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import AutoTokenizer, BertForSequenceClassification
 
 import hf_efficient_attn as hea
 from helpers.commands import command, made, run, text  # noqa: F401 (fixtures)
+from helpers.encoder_decoders import tiny
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.training import FinetuningOptions
 from hf_efficient_attn.training.steps import learned_parameters
@@ -281,6 +283,20 @@ def test_one_process_embeds_a_document(tmp_path, document):
     output = ["--output", str(tmp_path / "x.json")]
     refuses("--max_tokens 0", long_document.main, [*document, *output, "--max_tokens", "0"])
     refuses("its folder must exist", long_document.main, [*document, "--output", str(tmp_path / "none" / "x.json")])
+
+
+def test_the_positions_of_roberta(tmp_path, document):
+    """They begin after padding_idx."""
+    shutil.copytree(document[3], tmp_path / "roberta")
+    tiny_model("roberta").save_pretrained(tmp_path / "roberta")
+    given = [*document[:3], str(tmp_path / "roberta"), "--output", str(tmp_path / "one.json")]
+    long_document.main(given)
+    found = torch.tensor(json.loads((tmp_path / "one.json").read_text())["embedding"])
+    tokens = AutoTokenizer.from_pretrained(document[3])(pathlib.Path(document[1]).read_text(), return_tensors="pt")
+    states = output(hea.convert(tiny_model("roberta"), "linear"), {"input_ids": tokens["input_ids"]})
+    torch.testing.assert_close(found, torch.nn.functional.normalize(states.mean(1)[0], dim=0), rtol=1e-4, atol=1e-5)
+    tiny("bart").save_pretrained(tmp_path / "roberta")
+    refuses("give an encoder as --model", long_document.main, given)
 
 
 @pytest.mark.exhaustive

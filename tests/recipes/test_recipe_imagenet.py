@@ -260,7 +260,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(colors):
     # Workers give the same pictures, in every epoch.
     loader = torch.utils.data.DataLoader(augmented, batch_size=8, num_workers=2, persistent_workers=True)
     for epoch in (1, 0):
-        augmented.set_epoch(epoch)
+        augmented.epoch.fill_(epoch)
         assert torch.equal(augmented[5]["pixel_values"], first) == (epoch == 0)
         found = torch.cat([batch["pixel_values"] for batch in loader])
         assert torch.equal(found, torch.stack([augmented[i]["pixel_values"] for i in range(len(augmented))]))

@@ -119,10 +119,14 @@ def test_masks_depend_on_seed_epoch_and_window_only():
     assert torch.equal(first["input_ids"][0], again["input_ids"][2])
     assert torch.equal(first["labels"][1], again["labels"][0])
     once = collator.mask_once(rows)
-    collator.set_epoch(1)
+    collator.epoch.fill_(1)
     assert not torch.equal(first["labels"], collator([rows[0], rows[3]])["labels"])
     assert torch.equal(first["labels"], collator([once[0], once[3]])["labels"]), "fixed masks do not change"
     assert not torch.equal(first["labels"], masked_rows(seed=1)[0]([rows[0], rows[3]])["labels"])
+    # Also in a worker that lives longer than an epoch.
+    loader = torch.utils.data.DataLoader(list(rows), 9, collate_fn=collator, num_workers=1, persistent_workers=True)
+    labels = [next(iter(loader))["labels"] for epoch in (1, 2) if collator.epoch.fill_(epoch)]
+    assert not torch.equal(*labels)
     # The share of masked tokens.
     collator, rows = masked_rows(probability=0.3)
     batch = collator(list(rows))
@@ -306,3 +310,11 @@ def test_scores():
     found = translation.scores(["drei und vierzig , elf", "neun"], ["drei und vierzig , elf", "zehn"])
     assert found["exact_match"] == 0.5 and 0 < found["bleu"] < 100 and 0 < found["chrf"] < 100
     assert translation.scores(["ein und zwanzig"], ["ein und zwanzig"])["chrf"] == pytest.approx(100)
+
+
+def test_translations_are_compared_with_their_own_references(here, tmp_path, monkeypatch):
+    """Of a model without errors, also where batches are grouped by length."""
+    exact = lambda trainer, model, batch, *_, **__: (None, batch["labels"], batch["labels"])  # noqa: E731
+    monkeypatch.setattr(translation.transformers.Seq2SeqTrainer, "prediction_step", exact)
+    more = "--train_sampling_strategy", "group_by_length", "--generate", 200, "--max_target_length", 40
+    assert train("translation", here, tmp_path, *more)["metrics"]["eval_exact_match"] == 1.0

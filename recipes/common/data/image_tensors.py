@@ -131,10 +131,6 @@ class PictureDataset(torch.utils.data.Dataset):
         # In shared memory, since workers may live longer than an epoch.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, before it starts, in the main process."""
-        self.epoch.fill_(epoch)
-
     def __len__(self) -> int:
         return len(self.pictures)
 

@@ -152,15 +152,13 @@ class MaskingCollator:
             raise ValueError("the tokenizer has no padding token, which batches of windows of different lengths need")
         self.masking = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed)
         self.special = torch.tensor(tokenizer.all_special_ids)
-        self.pad_token_id, self.seed, self.epoch = tokenizer.pad_token_id, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose masks are drawn."""
-        self.epoch = epoch
+        self.pad_token_id, self.seed = tokenizer.pad_token_id, seed
+        # In shared memory, since workers may live longer than an epoch.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Collate a batch."""
-        masked = [feature if "labels" in feature else self.mask(feature, self.epoch) for feature in features]
+        masked = [feature if "labels" in feature else self.mask(feature, int(self.epoch)) for feature in features]
         return collate(masked, self.pad_token_id)
 
     def mask(self, feature: dict[str, Any], epoch: int = 0) -> dict[str, np.ndarray]:
