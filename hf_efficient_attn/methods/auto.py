@@ -22,7 +22,7 @@ from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_len
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, is_training, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.draws import Draws
-from hf_efficient_attn.ops.nearfar.attempts import worthwhile_length
+from hf_efficient_attn.ops.nearfar import attempts
 from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
 
 # Lengths are measured for this head_dim. With 32 approximation costs 1.07 times as much of exact attention.
@@ -58,7 +58,10 @@ class AutoAttentionConfig(MethodConfig):
 
     columns: int = option(256, "Near keys and landmarks of each query, before a head gets more.", minimum=1)
     max_error: float = option(
-        0.1, "Bound of each head's relative error in the operator norm. 0: no bound, `columns` for all.", minimum=0
+        0.1,
+        "Bound of each head's relative error in the operator norm. Fewer than 448 queries are too few to check it, so "
+        "that their attention is exact. 0: no bound, `columns` for all.",
+        minimum=0,
     )
     crossover: int = option(
         0,
@@ -95,7 +98,7 @@ class AutoAttentionConfig(MethodConfig):
             relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** _HEAD_POWER,
         )
         if self.max_error and not is_causal:
-            length = worthwhile_length(length)
+            length = attempts.worthwhile_length(length)
         return max(length, self.columns)
 
     def to_measure(self) -> "AutoAttentionConfig":
@@ -111,7 +114,7 @@ def _approximation(config: AutoAttentionConfig, columns: int, q_len: int, kv_len
     """Make a nearfar config: a budget of `columns`, or with a bound `columns` landmarks and more near keys."""
     if not config.max_error:
         return _with_budget(columns)
-    sizes = {"num_samples": columns, "num_groups": max(16, q_len // _GROUP), "num_probes": 384}
+    sizes = {"num_samples": columns, "num_groups": max(16, q_len // _GROUP), "num_probes": attempts.NUM_PROBES}
     sizes["block_size"] = min(4 * columns, max(5 * columns // 4, kv_len // 4))
     share = min(1.0, _NEAR_SHARE * config.max_error)
     return make_config(_with_budget(columns), **sizes, num_candidates=max(4096, 8 * columns), near_share=share)
@@ -145,9 +148,10 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
-    length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
-    own = config.max_error, config.columns, length, Draws(options.seed, device), options.with_lse
-    return Forms(approximate, exact, getattr(_approximation(config, config.columns, 1, 1), "num_probes", 0), *own)
+    if config.crossover:
+        length = attempts.worthwhile_length(length)  # an attempt is cheap enough from here on
+    draws = Draws(options.seed, device)
+    return Forms(approximate, exact, config.max_error, config.columns, length, draws, options.with_lse)
 
 
 def forward(

@@ -239,7 +239,8 @@ auto = hea.functional.auto_attention
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    """The number of rows that bound the error is that of users."""
+    """The numbers of rows that correct the output and that bound the error are those of users."""
+    monkeypatch.setattr(schedule, "NUM_PROBES", 384)
     monkeypatch.setattr(schedule, "NUM_ROWS", 64)
 
 
@@ -262,6 +263,17 @@ def test_heads_above_the_bound_are_exact_and_the_others_are_not():
     errors = _errors(tensors, crossover=400)
     assert all(1e-4 < error <= 0.1 for error in errors[:2]) and max(errors[2:]) < 1e-5
     assert min(_errors(tensors, crossover=100, max_error=0.0)[2:]) > 0.1
+
+
+@pytest.mark.parametrize("q_len", [300, 384, 385])
+def test_a_call_with_few_queries_keeps_the_bound(q_len):
+    """All of them, or all but one, correct an approximation, so that no rows are left to bound its error."""
+    query, key, value = inputs(1, 2, 4096, 32)
+    query, mask = query[:, :, :400], (torch.arange(4096) < 4000)[None]
+    queries = query[:, :, :q_len]
+    ours = auto(queries, key, value, crossover=1500, attention_mask=mask)
+    exact = scaled_dot_product_attention(queries, key, value, attn_mask=mask[:, None, None])
+    assert all(relative_error(ours[:, h], exact[:, h]) <= 0.1 for h in range(2))
 
 
 @pytest.fixture
