@@ -14,6 +14,7 @@ from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.exact import biased_exact
 from hf_efficient_attn.ops.nearfar import attempts as schedule
 from hf_efficient_attn.ops.nearfar import within_bound
 from hf_efficient_attn.ops.nearfar.attempts import screening_error
@@ -230,6 +231,18 @@ def test_the_gradient_is_right_where_landmarks_miss_nothing():
     with torch.no_grad():
         moved = [nearfar(query, key + sign * step, value, **options).sum() for sign in (1.0, -1.0)]
     torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)
+
+
+def test_with_a_bias_by_distance_windows_are_where_the_queries_are():
+    """Also if masked keys come before them, or between them, and the number of queries is another."""
+    query, key, value = numbers(1, 2, 256, 16), numbers(1, 2, 512, 16, seed=1), numbers(1, 2, 512, 16, seed=2)
+    mask = (torch.arange(512) >= 150) & (torch.arange(512) % 9 > 0)
+    table = (8.0 * (torch.arange(-32, 33) == 0)).expand(2, -1).to(query.dtype).clone().requires_grad_()
+    ours = nearfar(query, key, value, attention_mask=mask[None], distance_bias=table, block_size=64, num_samples=32)
+    exact = biased_exact(query, key, value, table, mask[None], is_causal=False, scale=0.25)
+    assert relative_error(ours[:, :, 150:], exact[:, :, 150:]) < 0.2
+    (gradient,) = torch.autograd.grad((ours * numbers(*ours.shape, seed=3)).sum(), table)
+    assert gradient.sum(1).abs().max() < 1e-9 < gradient.abs().max()  # a constant bias changes nothing
 
 
 # auto: when attention is exact, and how heads are judged.
