@@ -396,3 +396,12 @@ def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():
 def test_nearfar_is_finite_where_near_keys_are_all_of_a_landmark(dtype):
     query, key, value = (torch.randn(1, 4, 700, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     assert hea.attention("nearfar", (30 * query).to(dtype), (30 * key).to(dtype), value.to(dtype)).isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nearfar_is_finite_with_values_near_the_limit_of_float16(is_causal):
+    """Sums of outputs, and outputs that are corrected, would be larger."""
+    tensors = (2.0 * torch.randn(1, 4, 700, 64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    query, key, value = (x.half() for x in tensors)
+    value = 6e4 * value.sign()
+    assert nearfar(query, key, value, is_causal=is_causal, block_size=20, num_samples=12).isfinite().all()
