@@ -148,8 +148,7 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
-    if config.crossover:
-        length = attempts.worthwhile_length(length)  # an attempt is cheap enough from here on
+    length = attempts.worthwhile_length(length) if config.crossover else length  # attempts are cheap from here on
     draws = Draws(options.seed, device)
     return Forms(approximate, exact, config.max_error, config.columns, length, draws, options.with_lse)
 
