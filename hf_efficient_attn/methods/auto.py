@@ -4,6 +4,7 @@
   (`hf-efficient-attn crossover`). It is greater, because more landmarks, small heads and failed attempts cost time.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
   by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact (`ops.nearfar.attempts`).
+  Fewer than 448 queries are too few for a bound, so that all heads are exact.
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
   about earlier ones, every head has `columns` columns, or all heads are exact (`static_form`).
 
@@ -58,10 +59,7 @@ class AutoAttentionConfig(MethodConfig):
 
     columns: int = option(256, "Near keys and landmarks of each query, before a head gets more.", minimum=1)
     max_error: float = option(
-        0.1,
-        "Bound of each head's relative error in the operator norm. Fewer than 448 queries are too few to check it, so "
-        "that their attention is exact. 0: no bound, `columns` for all.",
-        minimum=0,
+        0.1, "Bound of each head's relative error in the operator norm. 0: no bound, `columns` for all.", minimum=0
     )
     crossover: int = option(
         0,

@@ -100,8 +100,7 @@ def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, o
         key, plan = _plan(config, query, key, key_mask, options)
         return rounds_attention(query, key, value, plan, others=shared, scale=scale, dropout_p=dropout_p)
 
-    out = by_heads(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
-    return with_zero_gradients(out, key)
+    return with_zero_gradients(by_heads(form, query, key, value, options, config.exact_length), key)  # (B, H, Nq, Dv)
 
 
 def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

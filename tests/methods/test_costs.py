@@ -9,7 +9,6 @@ import torch
 import hf_efficient_attn as hea
 from hf_efficient_attn.analysis import exact_output
 from instances import APPROXIMATE, FIRST, inputs, relative_error
-from promises import Memory
 from recipes.common.counting import count
 
 LENGTH, HEAD_DIM = 512, 16
@@ -71,12 +70,8 @@ def test_a_budget_bounds_the_cost(method, is_causal):
     else:
         for kind, found, usual in zip(Cost._fields, large, COSTS[method][is_causal], strict=True):
             assert found <= 1.15 * usual + 1, f"with 64 columns {method} costs {found:.0f} ({kind}), not {usual:.0f}"
-
-
-def test_a_window_longer_than_the_sequence_takes_no_more_memory():
-    with Memory() as memory:
-        hea.attention("eva", *inputs(q_len=40), is_causal=True, window_size=4096)
-    assert memory.numel < 100_000
+    if method == "eva":  # a window longer than the sequence
+        assert cost(method, 64 * LENGTH, is_causal).keys < 2.1 * LENGTH
 
 
 @pytest.mark.parametrize("instance", [i for i in FIRST.values() if i.limit == "exact"], ids=str)
