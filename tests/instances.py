@@ -22,7 +22,7 @@ from hf_efficient_attn.ops.nearfar import attempts
 torch.set_num_threads(1)
 # With as many rows as users have, to bound the error of a head would cost more than exact attention at most lengths of
 # the tests, so that all heads would be exact.
-attempts.NUM_ROWS = 8
+attempts.NUM_PROBES = attempts.NUM_ROWS = 8
 
 
 _COST = dict.fromkeys(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.ops import kde
-from hf_efficient_attn.ops.backends.devices import in_float64
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, in_float64
 from hf_efficient_attn.ops.draws import Draws
 
 _GROUPS = 3
@@ -175,7 +175,7 @@ def approx_kernel_matvec(
         raise UnsupportedAttentionError(f"eps={eps} must be above 0 and finite, and delta={delta} above 0 and below 1")
     matrix = x.unsqueeze(1) if x.ndim == 1 else x
     num_queries, num_keys = queries.shape[0], keys.shape[0]
-    scaled_queries, scaled_keys = queries / bandwidth, keys / bandwidth
+    scaled_queries, scaled_keys = (y.to(accumulation_dtype(y.dtype)) / bandwidth for y in (queries, keys))
     plan = plan_product(scaled_queries, scaled_keys, matrix, eps=eps, delta=delta, seed=seed)
     if isinstance(plan, int):
         heavy = torch.full((num_queries,), num_keys, dtype=torch.int64, device=keys.device)

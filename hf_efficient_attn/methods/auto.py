@@ -4,6 +4,7 @@
   (`hf-efficient-attn crossover`). It is greater, because more landmarks, small heads and failed attempts cost time.
 - In longer sequences the error of each head is bounded from the exact rows of some queries. The output is not corrected
   by these queries. A head whose bound exceeds `max_error` gets more columns or stays exact (`ops.nearfar.attempts`).
+  Fewer than 448 queries are too few for a bound, so that all heads are exact.
 - These decisions depend on the data of a call. In training, and in the causal form, in which later tokens would decide
   about earlier ones, every head has `columns` columns, or all heads are exact (`static_form`).
 
@@ -22,7 +23,7 @@ from hf_efficient_attn.methods._shared.crossover import LARGE_DIM, crossover_len
 from hf_efficient_attn.methods._shared.heads import decode_exactly, exactly, is_training, without_padding
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
 from hf_efficient_attn.ops.draws import Draws
-from hf_efficient_attn.ops.nearfar.attempts import worthwhile_length
+from hf_efficient_attn.ops.nearfar import attempts
 from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
 
 # Lengths are measured for this head_dim. With 32 approximation costs 1.07 times as much of exact attention.
@@ -95,7 +96,7 @@ class AutoAttentionConfig(MethodConfig):
             relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** _HEAD_POWER,
         )
         if self.max_error and not is_causal:
-            length = worthwhile_length(length)
+            length = attempts.worthwhile_length(length)
         return max(length, self.columns)
 
     def to_measure(self) -> "AutoAttentionConfig":
@@ -111,7 +112,7 @@ def _approximation(config: AutoAttentionConfig, columns: int, q_len: int, kv_len
     """Make a nearfar config: a budget of `columns`, or with a bound `columns` landmarks and more near keys."""
     if not config.max_error:
         return _with_budget(columns)
-    sizes = {"num_samples": columns, "num_groups": max(16, q_len // _GROUP), "num_probes": 384}
+    sizes = {"num_samples": columns, "num_groups": max(16, q_len // _GROUP), "num_probes": attempts.NUM_PROBES}
     sizes["block_size"] = min(4 * columns, max(5 * columns // 4, kv_len // 4))
     share = min(1.0, _NEAR_SHARE * config.max_error)
     return make_config(_with_budget(columns), **sizes, num_candidates=max(4096, 8 * columns), near_share=share)
@@ -145,9 +146,9 @@ def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, 
     def exact(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return exactly(query[None], key[None], value[None], options)[0]  # (BH, Nq, Dv)
 
-    length = worthwhile_length(length) if config.crossover else length  # an attempt is cheap enough from here on
-    own = config.max_error, config.columns, length, Draws(options.seed, device), options.with_lse
-    return Forms(approximate, exact, getattr(_approximation(config, config.columns, 1, 1), "num_probes", 0), *own)
+    length = attempts.worthwhile_length(length) if config.crossover else length  # attempts are cheap from here on
+    draws = Draws(options.seed, device)
+    return Forms(approximate, exact, config.max_error, config.columns, length, draws, options.with_lse)
 
 
 def forward(

@@ -67,7 +67,7 @@ class NystromformerConfig(MethodConfig):
         choices=("iterative", "solve"),
     )
     pinv_iterations: int = option(
-        6, "Steps of the iteration. With fewer steps, more small singular values are damped.", minimum=1
+        6, "Steps of the iteration. With fewer steps, more small singular values are damped.", minimum=1, maximum=20
     )
     conv_kernel_size: int = option(
         0, "Odd size of the convolution over the tokens of V, with one learned kernel per head. 0: none.", minimum=0

@@ -33,6 +33,7 @@ from hf_efficient_attn.ops.backends.devices import accumulation_dtype
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.exact import dense_softmax
 from hf_efficient_attn.ops.sampled_keys.hashing import NearField, dense_pairs, plan_rounds, rounds_attention
+from hf_efficient_attn.ops.slices import with_zero_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def forward(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, o
         key, plan = _plan(config, query, key, key_mask, options)
         return rounds_attention(query, key, value, plan, others=shared, scale=scale, dropout_p=dropout_p)
 
-    return by_heads(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
+    return with_zero_gradients(by_heads(form, query, key, value, options, config.exact_length), key)  # (B, H, Nq, Dv)
 
 
 def naive(config: ReformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

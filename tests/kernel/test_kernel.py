@@ -57,6 +57,13 @@ def test_error_is_within_its_bound(make, seeds, most):
     assert outside <= most
 
 
+def test_the_error_of_points_in_half_precision_is_within_its_bound():
+    queries, keys = (30 + 3 * numbers(n, 2, seed=i).bfloat16() for i, n in enumerate((1000, 2000)))
+    x = numbers(2000, seed=2)
+    y, report = approx(queries, keys, x, bandwidth=0.7, eps=0.3)
+    assert not report.exact and (y - dense(queries, keys, 0.7) @ x).norm() <= 0.3 * x.norm()
+
+
 def test_heavy_keys_and_coordinates_are_found():
     """FindHeavy against the dense kernel: it finds almost all pairs with K_ij >= n^-alpha."""
     queries, keys, x = clustered(1024, 0)

@@ -14,6 +14,7 @@ from hf_efficient_attn.methods._shared.crossover import built_in_table
 from hf_efficient_attn.ops import wildcat as wildcat_ops
 from hf_efficient_attn.ops.attend import Partial
 from hf_efficient_attn.ops.draws import Draws
+from hf_efficient_attn.ops.exact import biased_exact
 from hf_efficient_attn.ops.nearfar import attempts as schedule
 from hf_efficient_attn.ops.nearfar import within_bound
 from hf_efficient_attn.ops.nearfar.attempts import screening_error
@@ -232,6 +233,17 @@ def test_the_gradient_is_right_where_landmarks_miss_nothing():
     torch.testing.assert_close((gradient * step).sum(), 0.5 * (moved[0] - moved[1]), rtol=1e-4, atol=1e-12)
 
 
+def test_with_a_bias_by_distance_windows_are_where_the_queries_are():
+    query, key, value = numbers(1, 2, 256, 16), numbers(1, 2, 512, 16, seed=1), numbers(1, 2, 512, 16, seed=2)
+    mask = (torch.arange(512) >= 150) & (torch.arange(512) % 9 > 0)
+    table = (8.0 * (torch.arange(-32, 33) == 0)).expand(2, -1).to(query.dtype).clone().requires_grad_()
+    ours = nearfar(query, key, value, attention_mask=mask[None], distance_bias=table, block_size=64, num_samples=32)
+    exact = biased_exact(query, key, value, table, mask[None], is_causal=False, scale=0.25)
+    assert relative_error(ours[:, :, 150:], exact[:, :, 150:]) < 0.2
+    (gradient,) = torch.autograd.grad((ours * numbers(*ours.shape, seed=3)).sum(), table)
+    assert gradient.sum(1).abs().max() < 1e-9 < gradient.abs().max()  # a constant bias changes nothing
+
+
 # auto: when attention is exact, and how heads are judged.
 
 auto = hea.functional.auto_attention
@@ -239,7 +251,8 @@ auto = hea.functional.auto_attention
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    """The number of rows that bound the error is that of users."""
+    """The numbers of rows that correct the output and that bound the error are those of users."""
+    monkeypatch.setattr(schedule, "NUM_PROBES", 384)
     monkeypatch.setattr(schedule, "NUM_ROWS", 64)
 
 
@@ -262,6 +275,16 @@ def test_heads_above_the_bound_are_exact_and_the_others_are_not():
     errors = _errors(tensors, crossover=400)
     assert all(1e-4 < error <= 0.1 for error in errors[:2]) and max(errors[2:]) < 1e-5
     assert min(_errors(tensors, crossover=100, max_error=0.0)[2:]) > 0.1
+
+
+@pytest.mark.parametrize("q_len", [300, 384, 385])
+def test_a_call_with_few_queries_keeps_the_bound(q_len):
+    """All of them, or all but one, correct an approximation, so that no rows are left to bound its error."""
+    query, key, value = inputs(1, 2, 4096, 32)
+    queries, mask = query[:, :, :q_len], (torch.arange(4096) < 4000)[None]
+    ours = auto(queries, key, value, crossover=1500, attention_mask=mask)
+    exact = scaled_dot_product_attention(queries, key, value, attn_mask=mask[:, None, None])
+    assert all(relative_error(ours[:, h], exact[:, h]) <= 0.1 for h in range(2))
 
 
 @pytest.fixture
@@ -371,3 +394,10 @@ def test_the_copy_of_a_head_tells_whether_landmarks_approximate_it():
 def test_nearfar_is_finite_where_near_keys_are_all_of_a_landmark(dtype):
     query, key, value = (torch.randn(1, 4, 700, 32, generator=torch.Generator().manual_seed(i)) for i in range(3))
     assert hea.attention("nearfar", (30 * query).to(dtype), (30 * key).to(dtype), value.to(dtype)).isfinite().all()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nearfar_is_finite_with_values_near_the_limit_of_float16(is_causal):
+    query, key, value = (2.0 * numbers(1, 4, 700, 64, seed=i).half() for i in range(3))
+    out = nearfar(query, key, 6e4 * value.sign(), is_causal=is_causal, block_size=20, num_samples=12)
+    assert out.isfinite().all()

@@ -75,7 +75,7 @@ def test_longformer_of_transformers(window, padding, global_tokens):
     same(ours, theirs, mask, 1e-5)
 
 
-@pytest.mark.parametrize(("count", "batch", "residual", "steps"), [(1, 1, False, 6), (1, 1, True, 6), (3, 2, True, 40)])
+@pytest.mark.parametrize(("count", "batch", "residual", "steps"), [(1, 1, False, 6), (1, 1, True, 6), (3, 2, True, 20)])
 def test_nystrom_attention(count, batch, residual, steps):
     """One head of one batch row, since that package starts the iteration from norms of the whole batch.
 

@@ -47,7 +47,7 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
     """
     batch_heads, length, _ = key.shape
     device = key.device
-    block = max(1, options.window_size // 2)
+    block = min(max(1, options.window_size // 2), length)
     levels = interval_levels(length, block, max(1, options.num_landmarks // 2))
     attend_to = functools.partial(attend, scale=options.scale, dropout_p=options.dropout_p)
     # The keys of the block before and of its own block that a query sees: (block, 2 block).

@@ -39,7 +39,8 @@ _COPY_LANDMARKS = 32
 _COPY_STEPS = 2
 # A denominator of the copy must be this share of the sum of the sizes of its terms.
 _LEAST_DENOMINATOR = 0.01
-# The number of rows that bound the error.
+# The number of evenly spaced queries that correct an output, and of others that bound its error.
+NUM_PROBES = 384
 NUM_ROWS = 64
 # The bound with c columns is about `_COPY_FACTOR` (error of the copy * landmarks of the copy / c)^_GROWTH.
 _COPY_FACTOR = 0.37

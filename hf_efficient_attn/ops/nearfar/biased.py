@@ -52,16 +52,19 @@ class _Window(NamedTuple):
 
     block_q: int  # the number of queries of a block
     middle: Tensor  # int64 (T,), the query in the middle of each block
-    key_index: Tensor  # int64 (T, w), the keys of each block
+    key_index: Tensor  # int64 (1 or BH, T, w), the keys of each block
     reach: int  # at this distance or less every key is in the window of a query
 
 
-def _window(q_len: int, kv_len: int, size: int, device: torch.device) -> _Window:
+def _window(bias: Bias, size: int) -> _Window:
     """Center blocks of `size` keys on blocks of a quarter as many queries, and move them inwards at the ends."""
+    (q_len, kv_len), device = (x.shape[1] for x in bias[1:]), bias.table.device
     block_q = max(1, size // 4)
     before = (size - block_q) // 2
     first = integers(ceil_div(q_len, block_q), device) * block_q
-    index = (first - before).clamp(0, kv_len - size).unsqueeze(1) + integers(size, device)  # (T, w)
+    # Without padding a rank is a position. With as many queries as keys both have the same gaps, and else only keys.
+    rank = torch.searchsorted(bias.key_position.contiguous(), bias.query_position[:, first])  # (1 or BH, T)
+    index = (rank - before).clamp(0, kv_len - size).unsqueeze(2) + integers(size, device)  # (1 or BH, T, w)
     return _Window(block_q, (first + block_q // 2).clamp(max=q_len - 1), index, before if size else -1)
 
 
@@ -107,31 +110,32 @@ def biased_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, bias: Bi
     query, key, value = (x.to(accumulation_dtype(key.dtype)) for x in (query, key, value))
     bias = bias._replace(table=bias.table.to(key.dtype))
     key = key - key.mean(1, keepdim=True)
-    window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
+    window = _window(bias, options.block_size)
     landmarks = choose_landmarks(query, key, options)
     keys = Keys(key, value, landmarks.key, *represent(key, value, landmarks))
     mean, size = _mean_bias(_weights(keys.key_bias), keys.landmark, options.num_samples, bias, window.reach)
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
 
-    def some_heads(query: Tensor, keys: Keys, mean: Tensor, bias: Bias) -> Tensor:
+    def some_heads(query: Tensor, keys: Keys, mean: Tensor, bias: Bias, near: Tensor) -> Tensor:
         blocks = pad_to_blocks(query, window.block_q)  # (BH, T, block_q, D)
         position = pad_to_blocks(bias.query_position.unsqueeze(2), window.block_q).squeeze(3)  # (BH, T, block_q)
         own = mean.index_select(1, window.middle // size)  # (BH, T, m)
         means, log_weight = means_and_logs(keys.sums, keys.total)  # (BH, m, .)
         far_bias = (log_weight[:, None] + own).unsqueeze(2)  # (BH, T, 1, m)
         far = attend(blocks, keys.center[:, None], means[:, None], far_bias, **call)
-        near = window.key_index.expand(len(query), -1, -1)  # (BH, T, w)
-        near_bias = bias_between(bias.table, position, bias.key_position[:, window.key_index])  # (BH, T, block_q, w)
+        near_position = bias.key_position.gather(1, near.flatten(1)).view_as(near)  # (BH, T, w)
+        near_bias = bias_between(bias.table, position, near_position)  # (BH, T, block_q, w)
         exact, counted = near_attention(blocks, near, keys, near_bias, own, **call)
         parts = (Partial(x.out, x.lse.unsqueeze(3)) for x in (far, counted, exact))
         return replace_counted(*parts).out.flatten(1, 2)[:, : query.shape[1]]  # (BH, Nq, Dv)
 
-    columns = window.key_index.shape[0] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
+    columns = window.key_index.shape[1] * options.block_size * max(2 * key.shape[2], value.shape[2], window.block_q)
     draws = options.dropout_p > 0.0
     rows = slice_size(columns // 4, key.device)
     # Only here each head has its own positions: all heads together look up a bias in less time if they share them.
     own_bias = bias.expanded(len(query), key.dtype)
-    out = sliced(some_heads, query, keys, mean, own_bias, size=rows, draws=draws)
+    near = window.key_index.expand(len(query), -1, -1)  # (BH, T, w)
+    out = sliced(some_heads, query, keys, mean, own_bias, near, size=rows, draws=draws)
     if not options.num_probes:
         return out
 
@@ -148,15 +152,15 @@ def _weights(key_bias: Tensor) -> Tensor:
 
 def biased_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, options: NearFarOptions) -> Tensor:
     """Compute the readable form, by dense matrices of one head after another, with the landmarks of the fast form."""
-    window = _window(query.shape[1], key.shape[1], options.block_size, key.device)
+    window = _window(bias, options.block_size)
     with torch.no_grad():
         q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (query, key, value))
         k = k - k.mean(1, keepdim=True)
         landmarks = choose_landmarks(q, k, options)
         landmark = represent(k, v, landmarks).landmark
     block = torch.arange(query.shape[1], device=query.device) // window.block_q
-    near = torch.zeros(len(window.key_index), key.shape[1], dtype=torch.bool, device=key.device)
-    near = near.scatter(1, window.key_index, True)[block]  # (Nq, Nk)
+    near = torch.zeros(*window.key_index.shape[:2], key.shape[1], dtype=torch.bool, device=key.device)
+    every_near = near.scatter(2, window.key_index, True)[:, block]  # (1 or BH, Nq, Nk)
     outs = []
     for head, (q, k, v) in enumerate(zip(query.double(), key.double(), value.double(), strict=True)):
         k = k - k.mean(0)
@@ -168,6 +172,7 @@ def biased_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, bias: Bias, 
         key_bias = (x * (tilt + options.root**2 * c[landmark[head]])).sum(1)  # (Nk,)
         mean, size = _mean_bias(_weights(key_bias[None]), landmark[head, None], options.num_samples, own, window.reach)
         of_landmarks = of_landmarks + mean[0][window.middle[block] // size][:, landmark[head]]
+        near = every_near[head % len(every_near)]
         scores = torch.where(near, exact, of_landmarks)
         is_rounding = scores.logsumexp(1) - of_landmarks.logsumexp(1) <= torch.tensor(LEAST_SHARE).log()
         only_near = exact.masked_fill(~near & near.any(), -torch.inf).softmax(1) @ v

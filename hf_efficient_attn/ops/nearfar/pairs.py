@@ -45,14 +45,12 @@ def attend_to_pairs(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: 
     ref = safe_row_max(largest.masked_fill(count == 0, -torch.inf))
     weight = (lse - ref[row]).exp()
     total = torch.segment_reduce(weight, "sum", lengths=count)
-    sums = embedding_bag(
-        place, out, count.cumsum(0) - count, mode="sum", per_sample_weights=weight.to(out.dtype)
-    )  # (BH N, Dv)
     empty = total <= 0.0
     total = total.masked_fill(empty, 1.0)
+    share = (weight / total[row]).to(out.dtype)  # sums of outputs may be too large for float16, unlike their means
+    means = embedding_bag(place, out, count.cumsum(0) - count, mode="sum", per_sample_weights=share)  # (BH N, Dv)
     lse = (total.log() + ref).masked_fill(empty, -torch.inf)
-    sums = sums.to(total.dtype) / total.unsqueeze(1)
-    return Partial(sums.view(batch_heads, length, -1), lse.view(batch_heads, length))
+    return Partial(means.to(total.dtype).view(batch_heads, length, -1), lse.view(batch_heads, length))
 
 
 def _by_cluster(

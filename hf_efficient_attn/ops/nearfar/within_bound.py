@@ -43,7 +43,6 @@ class Forms(NamedTuple):
     # approximate(query, key, value, columns) returns the output (BH, Nq, Dv) of some heads.
     approximate: Callable[..., Tensor]
     exact: Callable[..., Tensor]  # exact(query, key, value) returns the exact output of some heads
-    num_probes: int  # number of evenly spaced queries by which the output is corrected. The bound does not use them.
     max_error: float  # the largest bound of a head's relative error in the operator norm
     columns: int  # number of columns of a head's first attempt
     length: int  # the number of keys from which on an approximation with these columns is worthwhile
@@ -60,6 +59,9 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
     batch_heads, q_len, _ = heads.query.shape
     kv_len = heads.key.shape[1]
     device = heads.query.device
+    columns = torch.zeros(batch_heads, dtype=torch.int64, device=device)
+    if q_len < attempts.NUM_PROBES + attempts.NUM_ROWS:  # too few rows would bound the error
+        return forms.exact(*heads), columns
     shape = (batch_heads // num_heads, num_heads)
     schedule = attempts.Attempts(
         *shape, kv_len, columns=forms.columns, length=forms.length, max_error=forms.max_error, device=device
@@ -69,7 +71,6 @@ def attend_within_bound(heads: Heads, forms: Forms, num_heads: int, scale: float
     value_dim = heads.value.shape[2]
     dtype = accumulation_dtype(heads.value.dtype) if forms.with_lse else heads.value.dtype
     out = heads.value.new_empty(batch_heads, q_len, value_dim + forms.with_lse, dtype=dtype)
-    columns = torch.zeros(batch_heads, dtype=torch.int64, device=device)
     choice = schedule.choose()
     while bool(choice.heads.any()):
         bounds = torch.full(shape, torch.inf, dtype=widened(heads.value[:0]).dtype, device=device)  # (B, H)
@@ -99,7 +100,7 @@ def _bound(heads: Heads, approximate: Tensor, forms: Forms, scale: float, num_ro
     query, key, value = heads
     q_len = query.shape[1]
     device = query.device
-    probe = middle_positions(q_len, forms.num_probes, device)
+    probe = middle_positions(q_len, attempts.NUM_PROBES, device)
     available = torch.ones(1, q_len, dtype=torch.bool, device=device).index_fill(1, probe, False)
     rows = sample_rows(1, q_len, num_rows, available, num_heads=1, draws=forms.draws)
     index, valid, population = (x.expand(len(query), -1) for x in rows)  # (BH, R), (BH, R), (BH, 1)
