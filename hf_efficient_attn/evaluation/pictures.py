@@ -41,6 +41,8 @@ def draw_benchmark(result: Mapping[str, Any], path: pathlib.Path) -> None:
             _draw_frontier(axes, [row for row in rows if row["length"] == key])
         else:
             _draw_panel(axes, key, rows)
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{result['source']} on {result['data']['name']}\n{describe(result['machine'])}", fontsize="medium")
     with replacing(path) as draft:
         figure.savefig(draft, dpi=150)
@@ -62,11 +64,9 @@ def _draw_panel(axes: Any, key: str, rows: Iterable[Mapping[str, Any]]) -> None:
     axes.set_xscale("log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set_ylim(0, min(largest, 1.1 * max(values)))
-    axes.minorticks_off()
     axes.set_title(title, loc="left", fontweight="bold", fontsize="medium")
     axes.set(xlabel="tokens", ylabel=what)
     axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
 
 
@@ -92,8 +92,6 @@ def _draw_frontier(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set(xlabel="times as fast as exact attention", ylabel="relative error of the output", yscale="log")
     axes.set_yticks([x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if axes.get_ylim()[0] < x < axes.get_ylim()[1]])
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 

@@ -37,6 +37,7 @@ class Crossover(NamedTuple):
     small: int  # the length in calls with a total_dim of `SMALL_DIM`
     large: int  # the length in calls with a total_dim of `LARGE_DIM`
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 (only numbers are kept)
     def at(self, total_dim: int, relative_cost: float = 1.0) -> int:
         """Compute the length for calls with total_dim = B * H * D; see `crossover_length` for `relative_cost`."""
         if self.small < self.large:  # large calls leave the cache earlier than they pay for small operations
@@ -81,8 +82,7 @@ _MEASURED: list[Callable[[str, torch.device], Table | None]] = []
 def use_measured(measured: Callable[[str, torch.device], Table | None]) -> None:
     """Take lengths from the tables that `measured(method, device)` returns. Another call asks for them again."""
     _MEASURED[:] = [measured]
-    _kept_length.cache_clear()
-    _length_of.cache_clear()
+    _find_row.cache_clear()
 
 
 def table_key(dtype: torch.dtype, is_causal: bool) -> str:
@@ -110,21 +110,8 @@ def crossover_length(
     `total_dim` is B * H * D of the call, and `relative_cost` the cost of the method per token, relative to its cost
     with the default hyperparameters.
     """
-    return _kept_length(method, device, table_key(dtype, is_causal), total_dim, relative_cost, torch.get_num_threads())
-
-
-@functools.lru_cache(maxsize=256)
-def _kept_length(
-    method: str, device: torch.device, key: str, total_dim: int, relative_cost: float, num_threads: int
-) -> int:
-    """Find the length. It is kept, because finding it takes as long as much of a short exact attention."""
-    row = _measured_row(method, device, key) or built_in_table(device.type)[key]
+    row, _ = _find_row(method, device, table_key(dtype, is_causal), torch.get_num_threads())
     return row.at(total_dim, relative_cost)
-
-
-def _measured_row(method: str, device: torch.device, key: str) -> Crossover | None:
-    table = _MEASURED[0](method, device) if _MEASURED else None
-    return None if table is None else table.get(key)
 
 
 def crossover_of(
@@ -134,20 +121,20 @@ def crossover_of(
 
     The number of sequences does not matter, so that a sequence has the same output in any batch.
     """
-    return _length_of(config, num_heads, head_dim, table_key(dtype, is_causal), device, torch.get_num_threads())
+    row, cost = _find_row(config, device, table_key(dtype, is_causal), torch.get_num_threads())
+    return row.at(num_heads * head_dim, cost * max(1.0, _HEAD_DIM / max(1, head_dim)) ** _HEAD_POWER)
 
 
 @functools.lru_cache(maxsize=256)
-def _length_of(
-    config: MethodConfig, num_heads: int, head_dim: int, key: str, device: torch.device, num_threads: int
-) -> int:
-    """Find the length, and keep it as `_kept_length` does."""
+def _find_row(method: str | MethodConfig, device: torch.device, key: str, num_threads: int) -> tuple[Crossover, float]:
+    """Find the lengths, and the cost of the method's hyperparameters relative to the one that the lengths stand for.
+
+    Both are kept, because finding them takes as long as much of a short exact attention.
+    """
+    config = make_config(method)
     config = make_config(config.switches_to or config)
-    cost = config.relative_cost
-    row = _measured_row(config.method, device, key)
-    if row is not None:  # with the default hyperparameters
-        cost /= make_config(config.method).relative_cost
-    elif device.type != "cpu":  # `cost` is that on processors
-        cost = max(1.0, cost)
-    row = row or built_in_table(device.type)[key]
-    return row.at(num_heads * head_dim, cost * max(1.0, _HEAD_DIM / max(1, head_dim)) ** _HEAD_POWER)
+    cost, table = config.relative_cost, _MEASURED[0](config.method, device) if _MEASURED else None
+    if table is not None and key in table:  # with the default hyperparameters
+        return table[key], cost / make_config(config.method).relative_cost
+    # `cost` is that on processors.
+    return built_in_table(device.type)[key], cost if device.type == "cpu" else max(1.0, cost)
