@@ -83,7 +83,6 @@ def _plan(q_len: int, kv_len: int, options: ChunkOptions, dtype: torch.dtype, de
     level = 0
     while ceil_div(num_windows, 1 << level) > options.num_landmarks:
         level += 1
-    # A chunk is a group of 2**level windows, or one of `parts` parts of a window.
     parts = min(window, max(1, options.num_landmarks // num_windows))
     window_index = integers(num_windows, device)
     key_chunks = []
