@@ -65,13 +65,8 @@ def forward(
     """Fast form; see `register_method`. As a `ShardedForm` it exchanges the contracted keys and values."""
     dtype = product_dtype(query)
     num_heads = query.shape[1]
-    kv_len = key.shape[2]
-    key_mask = options.key_mask
-    own = slice(None)
-    if shards is not None:
-        kv_len = shards.total
-        key_mask = shards.key_mask
-        own = shards.own
+    key_mask = options.key_mask if shards is None else shards.key_mask
+    kv_len, own = (key.shape[2], slice(None)) if shards is None else (shards.total, shards.own)
     both = contractions(tables(config, kv_len, options), key_mask, kv_len, sum_dtype(query))
     parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
     parts = parts if shards is None else total(parts, shards.group)

@@ -113,18 +113,18 @@ class NearFarConfig(MethodConfig):
         return tuple({"near_share": share} for share in shares)
 
 
-def _nearfar_options(config: NearFarConfig, options: AttentionOptions, draws: Draws) -> NearFarOptions:
+def _nearfar_options(config: NearFarConfig, query: Tensor, options: AttentionOptions) -> NearFarOptions:
     own = {x: getattr(config, x) for x in NearFarOptions._fields if hasattr(config, x)}
-    own |= {"num_candidates": max(config.exact_length, config.num_candidates), "draws": draws}
+    own |= {"num_candidates": max(config.exact_length, config.num_candidates)}
+    own["draws"] = Draws(options.seed, query.device)
     return NearFarOptions(**own, scale=options.scale, dropout_p=options.dropout_p, with_lse=options.with_lse)
 
 
 def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Fast form; see `register_method`."""
-    draws = Draws(options.seed, query.device)
     if not options.is_causal:
         form = nearfar_attention if options.distance_bias is None else biased_nearfar_attention
-        form = functools.partial(form, options=_nearfar_options(config, options, draws))
+        form = functools.partial(form, options=_nearfar_options(config, query, options))
         return without_padding(form, query, key, value, options, config.exact_length)  # (B, H, Nq, Dv)
     chosen = split_columns(config.exact_length, options.scale, options.dropout_p, options.with_lse)
     if options.key_mask is None:  # otherwise tokens move to the front
@@ -136,8 +136,7 @@ def forward(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, op
 def naive(config: NearFarConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form."""
     scale = options.scale
-    draws = Draws(options.seed, query.device)
-    chosen = _nearfar_options(config, options, draws)
+    chosen = _nearfar_options(config, query, options)
     if options.is_causal:
         sizes = split_columns(config.exact_length, scale, with_lse=options.with_lse)
         form = functools.partial(causal_nearfar_naive, options=sizes)

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option
+from hf_efficient_attn.methods._shared.config import AttentionOptions, MethodConfig, option, refuse
 from hf_efficient_attn.methods._shared.heads import by_heads
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.backends.devices import accumulation_dtype
@@ -81,9 +80,10 @@ def _plan(
     if not config.shared_query_key:
         return key, plan_rounds(query, key, key_mask, **sizes, draws=draws)  # (BH, Nk, D)
     if query.shape[1] != key.shape[1]:
-        raise UnsupportedAttentionError(
-            f"{config.method}: shared_query_key uses the queries as keys, so there must be as many queries as values; "
-            f"got {query.shape[1]} and {key.shape[1]}. Set shared_query_key=False"
+        refuse(
+            "shared_query_key uses the queries as keys, so there must be as many queries as values; got "
+            f"{query.shape[1]} and {key.shape[1]}. Set shared_query_key=False",
+            config,
         )
     plan = plan_rounds(query, query, key_mask, **sizes, draws=draws)
     key = query if key_mask is None else query.masked_fill(~key_mask[:, :, None], 0.0)  # (BH, N, D)

@@ -104,17 +104,13 @@ def forward(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, op
 def naive(config: WildCatConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
     """Readable form, with dense weights of all keys."""
     num_heads = query.shape[1]
-    count = config.num_samples
-    call: dict[str, Any] = {"scale": options.scale, "with_lse": options.with_lse}
 
     def form(query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # (BH, N, .)
-        query = query.double()
-        key = key.double()
-        value = value.double()
-        if key.shape[1] <= count:
+        query, key, value = (x.double() for x in (query, key, value))
+        if key.shape[1] <= config.num_samples:
             return dense_softmax(options.scale * query @ key.mT, value, with_lse=options.with_lse)  # (BH, Nq, Dv)
         coreset = _choose(config, query, key, num_heads, options)
-        return coreset_naive(query, key, value, coreset, **call)  # (BH, Nq, Dv)
+        return coreset_naive(query, key, value, coreset, scale=options.scale, with_lse=options.with_lse)  # (BH, Nq, Dv)
 
     return without_padding(form, query, key, value, options)  # (B, H, Nq, Dv)
 

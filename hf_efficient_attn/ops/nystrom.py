@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, merge
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold, product_dtype, widened
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold, sum_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import constant, inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
@@ -74,8 +74,7 @@ def _lengths(ends: Tensor, start: int, stop: int) -> Tensor:
 def segment_sums(x: Tensor, segments: Segments) -> Tensor:
     """Sum the segments of x (B, H, N, D), which is 0 at masked tokens: (B, H, L, D) in the accumulation dtype."""
     if segments.equal:  # a fifth of the time
-        parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
-        return parts.sum(3, dtype=accumulation_dtype(x.dtype))
+        return torch.unflatten(x, 2, (segments.sizes.shape[1], -1)).sum(3, dtype=accumulation_dtype(x.dtype))
     if segments.members is not None:
         members = segments.members.to(accumulation_dtype(x.dtype))[:, None]
         return members @ x.to(members.dtype)  # (B, 1, L, N) @ (B, H, N, D) -> (B, H, L, D)
@@ -88,8 +87,7 @@ def segment_sums(x: Tensor, segments: Segments) -> Tensor:
 def segment_means(x: Tensor, segments: Segments) -> Tensor:
     """Compute the means of the segments, as `segment_sums`; 0 for a segment without tokens."""
     if segments.equal:
-        parts: Tensor = x.unflatten(2, (segments.sizes.shape[1], -1))
-        return parts.mean(3, dtype=accumulation_dtype(x.dtype))
+        return torch.unflatten(x, 2, (segments.sizes.shape[1], -1)).mean(3, dtype=accumulation_dtype(x.dtype))
     return segment_sums(x, segments) / segments.sizes.clamp(min=1)[:, None, :, None]
 
 
@@ -124,8 +122,7 @@ def landmark_attention(
     """
     num_heads = query.shape[1]
     acc_dtype = accumulation_dtype(query.dtype)
-    dtype = product_dtype(query)
-    dtype = acc_dtype if dtype == torch.float16 else dtype
+    dtype = sum_dtype(query)
     if key_mask is None and exporting_to_onnx():  # one graph for few and for many tokens
         key_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
     landmarks, of_mask = _find_landmarks(query, key, value, key_mask, options.num_landmarks, shards)

@@ -80,8 +80,7 @@ class Contraction(NamedTuple):
             # Gather the columns and not the tokens: one product serves all heads of a batch row, side by side.
             tokens = x.to(table.dtype).transpose(1, 2).flatten(2)  # (B, n, H D)
             product = embedding(column, columns).mT @ tokens  # (B, P, n) @ (B, n, H D) -> (B, P, H D)
-            of_heads: Tensor = product.to(acc_dtype).unflatten(2, x.shape[1::2])  # (B, P, H, D)
-            return of_heads.transpose(1, 2)
+            return torch.unflatten(product.to(acc_dtype), 2, x.shape[1::2]).transpose(1, 2)  # (B, H, P, D)
 
         size = slice_size(x.shape[2] * max(len(table), x.shape[1] * x.shape[3]), x.device)
         return sliced(some_rows, x, self.column[:, some], size=size)

@@ -1,8 +1,7 @@
 """ScatterBrain: a block of keys exactly, and features for all other blocks.
 
-`hf_efficient_attn.methods.scatterbrain` has the formulas. The near field of a block of queries is one block of keys, by
-position or by a hash. In the causal form it is the block itself and the block before it. With a bias by distance, the
-features of a block of keys are multiplied by the mean of exp(bias) over all pairs with the block of queries.
+`hf_efficient_attn.methods.scatterbrain` has the formulas. With a bias by distance, the features of a block of keys are
+multiplied by the mean of exp(bias) over all pairs with the block of queries.
 """
 
 from typing import Any, NamedTuple

@@ -137,8 +137,6 @@ def _rounds(kv_len: int, num_samples: int) -> list[tuple[int, int]]:
     """Return the rounds that reduce `kv_len` tokens to `num_samples`, in reverse: the last round comes first.
 
     A round has a number of pairs, and a number of pairs of each bucket; the last bucket may have fewer.
-
-    Each round has twice as many pairs as the next one, in buckets of half the size, so all rounds cost the same.
     """
     rounds: list[tuple[int, int]] = []
     while (num_pairs := num_samples << len(rounds)) < kv_len:

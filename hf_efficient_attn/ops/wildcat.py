@@ -44,8 +44,7 @@ def kernel_scale_of(query: Tensor, points: Tensor, scale: float) -> Tensor:
     # With x = beta R_Q / rho this is x^2 / (x R_K) = x / R_K.
     x = largest_query * (abs(scale) / RHO)
     kernel_scale = x.square() / (x * largest_key).clamp(min=LEAST_LOGIT / RHO)
-    clamped: Tensor = kernel_scale.clamp(min=torch.finfo(points.dtype).tiny ** 0.5)
-    return clamped
+    return torch.clamp(kernel_scale, min=torch.finfo(points.dtype).tiny ** 0.5)
 
 
 def attend_to_coreset(

@@ -145,8 +145,7 @@ def window_attention(
         mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)  # (BH, N)
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))  # (BH, N, .)
         out = of_mask(mask, query, key, value, None if table is None else table.repeat(batch, 1))
-        unflat: Tensor = out.unflatten(0, (batch, num_heads))  # (B, H, N, Dv)
-        return unflat
+        return torch.unflatten(out, 0, (batch, num_heads))  # (B, H, N, Dv)
     # With a mask each block has its own bias. This computes one sequence at a time, so that all heads share the bias.
     rows = zip(key_mask.split(1), query, key, value, strict=True)
     return torch.stack([of_mask(*row, table) for row in rows])

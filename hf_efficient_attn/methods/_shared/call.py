@@ -150,7 +150,6 @@ def _attention(
 
 
 def _in_transform(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
-    """Compute `_attention` inside a transform of `torch.func`."""
     if arguments.seed is None:
         arguments = arguments._replace(seed=tracing.draw_seed(query.device))
     learned = arguments.some_parameters if arguments.parameters is None else arguments.parameters
@@ -183,9 +182,7 @@ def prepare(
     given = mask, is_causal, scale, dropout_p, drawn, parameters, bias, sinks
     options = AttentionOptions(*given, with_lse=sinks is not None)
     if config.compute_dtype != "auto" and query.dtype == torch.float32 and multiplies_bfloat16(query.device):
-        query = query.bfloat16()
-        key = key.bfloat16()
-        value = value.bfloat16()
+        query, key, value = (x.bfloat16() for x in (query, key, value))
     if mask is not None:  # padding may hold NaN
         masked = ~mask[:, None, :, None]  # (B, 1, Nk, 1)
         key = key.masked_fill(masked, 0.0)

@@ -53,7 +53,6 @@ def call_in_graph(
 
 
 def _run(tensors: list[Tensor], others: list[Tensor], text: str, scale: float, dropout_p: float) -> Tensor:
-    """Run the eager form."""
     form, values, names, heads, has_mask, has_sinks, is_causal = ast.literal_eval(text)
     seed = others[0]
     mask = others[1] if has_mask else None
@@ -105,7 +104,6 @@ def _(tensors: list[Tensor], *_: object) -> Tensor:
 def _attention_backward(
     grad: Tensor, tensors: list[Tensor], others: list[Tensor], text: str, scale: float, dropout_p: float
 ) -> list[Tensor]:
-    """Compute the gradients of the tensors."""
     with _autograd():
         leaves = [x.detach().requires_grad_() for x in tensors]
         out = _run(leaves, others, text, scale, dropout_p)

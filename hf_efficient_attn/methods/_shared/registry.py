@@ -97,8 +97,6 @@ class _Methods(dict[str, Method]):
 METHODS = _Methods()
 _LISTENERS: list[Callable[[str], None]] = []
 
-_EXACT = ("sdpa", "eager")
-
 
 def register_method(
     config_class: type[ConfigT],
@@ -269,7 +267,7 @@ def _no_method(value: object) -> str:
         return f"{value.__name__} is a class: give the name of a method, or a config"
     if isinstance(value, MethodConfig):
         return f"{type(value).__name__}(...) is a config, but a name is needed here: give {value.method!r}"
-    if isinstance(value, str) and value in _EXACT:
+    if isinstance(value, str) and value in ("sdpa", "eager"):
         return (
             f"{value!r} is exact attention, which is no method of this package: call hea.convert(model, {value!r}), or "
             "torch.nn.functional.scaled_dot_product_attention"

@@ -83,7 +83,6 @@ def _tiles(call: BlockCall) -> tuple[Tile, ...]:
 
 
 def _launch(name: str, call: BlockCall, others: dict[str, Any]) -> None:
-    """Run a kernel on a call and on `others`."""
     query, key, value, keys, scale, _ = call
     tile = _tiles(call)[_KERNELS.index(name)]
     num_blocks = -(-query.shape[1] // keys.block_q)

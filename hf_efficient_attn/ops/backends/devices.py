@@ -169,11 +169,9 @@ def from_float64(make: _Function) -> _Function:
 
     @functools.wraps(make)
     def call(first: Any, *arguments: Any, **named: Any) -> Tensor:
-        numbers: Tensor
+        numbers: Tensor = make(first._replace(device=float64_device(first.device)), *arguments, **named)
         if wide_dtype(first.device) == torch.float64:
-            numbers = make(first, *arguments, **named)
             return numbers
-        numbers = make(first._replace(device=_CPU), *arguments, **named)
         near = numbers.to(torch.float32)
         near = torch.where(near.abs() > numbers.abs(), near.nextafter(torch.zeros_like(near)), near)
         return near.to(first.device)

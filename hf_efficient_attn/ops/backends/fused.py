@@ -33,13 +33,10 @@ def takes_fused(call: AttendCall, takes_pairs: bool = False) -> bool:
         return False
     if query.numel() == 0 or key.numel() == 0 or query.dtype == torch.float64:
         return False
-    if bias is not None and bias.shape[2] > 1 and not (takes_pairs and not _needs_grad(bias)):
+    has_grad = torch.is_grad_enabled() and bias is not None and bias.requires_grad
+    if bias is not None and bias.shape[2] > 1 and (has_grad or not takes_pairs):
         return False
     return scale != 0.0 and max(query.shape[:2]) < 1 << 16
-
-
-def _needs_grad(bias: Tensor) -> bool:
-    return torch.is_grad_enabled() and bias.requires_grad
 
 
 def fused_forward(call: AttendCall, kernel: Kernel, mask: Tensor | None = None) -> Partial:
@@ -99,7 +96,8 @@ def fused_backward(
     grad_out, out, lse = (x.reshape(*shape, *x.shape[3:]) for x in (grad_out, out, lse))
     found = kernel(grad_out, tuple(inputs), out, lse, mask)
     # Back to (BH, T or 1, ., .). The gradients of keys that blocks share are sums over the blocks.
-    num_blocks = (query.shape[1] if shape[2] == query.shape[2] else 1, *[_blocks_of(inputs[1], key)] * 2)
+    of_keys = max(1, inputs[1].shape[0] * inputs[1].shape[1] // key.shape[0])
+    num_blocks = query.shape[1] if shape[2] == query.shape[2] else 1, of_keys, of_keys
     grad_query, grad_key, grad_value = (
         x.reshape(x.shape[0] * x.shape[1] // n, n, -1, x.shape[3]) for x, n in zip(found, num_blocks, strict=True)
     )
@@ -113,11 +111,6 @@ def fused_backward(
         grad_value[..., :value_dim].sum_to_size(value.shape).to(value.dtype),
         grad_bias,
     )
-
-
-def _blocks_of(arranged: Tensor, key: Tensor) -> int:
-    """The number of blocks of each head in keys that are arranged for a kernel."""
-    return max(1, arranged.shape[0] * arranged.shape[1] // key.shape[0])
 
 
 def widen(

@@ -1,8 +1,7 @@
 """Linear attention by Triton kernels, which compute features in registers.
 
 A forward launches two kernels and a backward three, besides the sums of the states of segments: float32
-(BH, segments, F (Dv + 1)), sums of features times values and of features. Without causality these become the state of
-all tokens, and in the causal form the state before each segment.
+(BH, segments, F (Dv + 1)), sums of features times values and of features.
 """
 
 import functools

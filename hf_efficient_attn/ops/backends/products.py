@@ -39,8 +39,7 @@ def _product_of_blocks(left: Tensor, right: Tensor) -> Tensor:
     """
     shape = left.shape[:2]
     right = right.expand(*shape, -1, -1).flatten(0, 1)  # (BH * T, K, N)
-    product: Tensor = torch.bmm(left.flatten(0, 1), right).unflatten(0, shape)
-    return product
+    return torch.unflatten(torch.bmm(left.flatten(0, 1), right), 0, shape)
 
 
 BACKEND = Backend("products", lambda call: True, _forward, backward=None)

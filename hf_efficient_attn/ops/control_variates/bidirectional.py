@@ -5,6 +5,7 @@ window, and for each i < level the sibling of its group of 2**i windows, which i
 2**(i + 1) windows. So it sees each key once.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,14 +54,12 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkO
     blocks = _query_blocks(q_len, key.shape[1], plan.window, device)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor, maps: Maps, noises: tuple[Tensor | None, ...]) -> Tensor:
-        mean_keys = []
-        betas = []
+        summaries = []
         for query_part, key_part, noise in zip(plan.query_chunks, plan.key_chunks, noises, strict=True):
             means = chunk_means(query_part.take(query), query_part.valid)  # (BH, C, D)
             tokens = key_part.take(key), key_part.take(value)  # (BH, C, P, D), (BH, C, P, Dv)
-            mean_key, beta = summarize(means, tokens, key_part.valid, maps, noise, options.scale)
-            mean_keys.append(mean_key)
-            betas.append(beta)
+            summaries.append(summarize(means, tokens, key_part.valid, maps, noise, options.scale))
+        mean_keys, betas = zip(*summaries, strict=True)
         queries = query if blocks.order is None else query.index_select(1, blocks.order)
         queries = pad_to_blocks(queries, blocks.block_q)  # (BH, S, block_q, D)
         keys = _seen(key, mean_keys, plan)  # (BH, S, window + C + levels, D)
@@ -84,7 +83,6 @@ def _plan(q_len: int, kv_len: int, options: ChunkOptions, dtype: torch.dtype, de
     level = 0
     while ceil_div(num_windows, 1 << level) > options.num_landmarks:
         level += 1
-    # A chunk is a group of 2**level windows, or one of `parts` parts of a window.
     parts = min(window, max(1, options.num_landmarks // num_windows))
     window_index = integers(num_windows, device)
     key_chunks = []
@@ -128,7 +126,7 @@ def _query_blocks(q_len: int, kv_len: int, window: int, device: torch.device) ->
     return _QueryBlocks(block_q, order, slot)
 
 
-def _seen(x: Tensor, summaries: list[Tensor], plan: _Plan) -> Tensor:
+def _seen(x: Tensor, summaries: Sequence[Tensor], plan: _Plan) -> Tensor:
     """Put keys or values (BH, Nk, .) together that a window sees: its own, all chunks, and a group of each level.
 
     `summaries` (BH, C, .) are those of the chunks, and of the groups of each level. Returns (BH, S, window + C +

@@ -27,19 +27,6 @@ class Level(NamedTuple):
     num_chunks: int
 
 
-def interval_levels(length: int, block: int, most: int) -> list[Level]:
-    """Split a sequence of blocks into intervals of 1, 2, 4, ... blocks, and each interval into at most `most` chunks.
-
-    A query sees two blocks exactly. The completed blocks before them are split into intervals by the binary digits of
-    their number. So on each level the tokens are pairs of intervals, and queries see the left one.
-    """
-    levels = []
-    for count, interval in sampled_intervals(length, block):
-        chunk = ceil_div(interval, min(interval, most))
-        levels.append(Level(interval, count, chunk, ceil_div(interval, chunk)))
-    return levels
-
-
 def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options: ChunkOptions) -> Tensor:
     """Compute the causal form: (BH, N, D), (BH, N, D), (BH, N, Dv) -> (BH, N, Dv).
 
@@ -48,7 +35,10 @@ def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, options:
     batch_heads, length, _ = key.shape
     device = key.device
     block = min(max(1, options.window_size // 2), length)
-    levels = interval_levels(length, block, max(1, options.num_landmarks // 2))
+    levels = []
+    for count, interval in sampled_intervals(length, block):
+        chunk = ceil_div(interval, min(interval, max(1, options.num_landmarks // 2)))
+        levels.append(Level(interval, count, chunk, ceil_div(interval, chunk)))
     attend_to = functools.partial(attend, scale=options.scale, dropout_p=options.dropout_p)
     # The keys of the block before and of its own block that a query sees: (block, 2 block).
     pairs = torch.ones(block, 2 * block, dtype=torch.bool, device=device).tril(block)

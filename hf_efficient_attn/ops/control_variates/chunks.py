@@ -50,8 +50,7 @@ class Chunks(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """Take the tokens of x (BH, N, D): (BH, C, P, D)."""
-        taken: Tensor = x.index_select(1, self.token.flatten()).unflatten(1, self.token.shape)
-        return taken
+        return torch.unflatten(x.index_select(1, self.token.flatten()), 1, self.token.shape)
 
 
 def chunks_between(start: Tensor, stop: Tensor, size: int, length: int, are_full: bool) -> Chunks:

@@ -154,8 +154,7 @@ def features_of_maps(
     feature_map: str, num_features: int, scale: float, head_dim: int, draws: Draws
 ) -> Callable[[Tensor | None, Tensor | None], Features]:
     """Return a function from the maps of queries and of keys (None for "favor" and "elu") to the features."""
-    is_random = feature_map == "favor"
-    fixed = favor(num_features, scale, head_dim, draws) if is_random else elu_map(scale, head_dim)
+    fixed = favor(num_features, scale, head_dim, draws) if feature_map == "favor" else elu_map(scale, head_dim)
 
     def features(query_map: Tensor | None, key_map: Tensor | None) -> Features:
         if query_map is None or key_map is None:
@@ -210,10 +209,9 @@ def _mapped_both_ways(x: Tensor, weight: Tensor, feature_map: str) -> Tensor:
 
 def _learned_features(x: Tensor, weight: Tensor, feature_map: str, *, is_query: bool) -> tuple[Tensor, Tensor | None]:
     """Compute learned features of tokens (..., N, D). The features "exp" of a query are divided by their sum."""
-    weight = weight.to(x.dtype)
     if feature_map == "t2r":
-        return (x @ weight[..., :-1, :] + weight[..., -1:, :]).clamp(min=_LEAST), None
-    y = x @ weight  # (..., N, D) @ (..., D, F) -> (..., N, F)
+        return _mapped_both_ways(x, weight, feature_map).clamp(min=_LEAST), None
+    y = x @ weight.to(x.dtype)  # (..., N, D) @ (..., D, F) -> (..., N, F)
     y = torch.cat((y, -y), -1)  # (..., N, 2 F)
     if feature_map == "hedgehog":
         return y.softmax(-1).clamp(min=_LEAST), None

@@ -123,10 +123,8 @@ def feature_attention(
 
     maps = call.maps_for(query.shape[1], query.shape[0])
     before = None if state is None else FeatureState(state.sums.flatten(0, 1), state.log.flatten(0, 1))
-    size = numel_of_head(tokens.key, call.num_features, is_causal=call.is_causal)
-    out = _over_heads(some_heads, tokens, maps, before, numel=size, num_features=call.num_features, call=call)
-    result: Tensor = out.unflatten(0, query.shape[:2])
-    return result
+    out = _over_heads(some_heads, tokens, maps, before, call=call)
+    return torch.unflatten(out, 0, query.shape[:2])
 
 
 def _through_directions(tokens: Tokens, features: Features, dropout_p: float = 0.0) -> Tensor:
@@ -157,16 +155,14 @@ def _through_directions(tokens: Tokens, features: Features, dropout_p: float = 0
     return attend(query, directions, values, lse.unsqueeze(2), scale=sign, dropout_p=dropout_p).out.squeeze(1)
 
 
-def _over_heads(
-    form: Callable[..., Tensor], tokens: Tokens, *others: Any, numel: int, num_features: int, call: FeatureCall
-) -> Tensor:
-    """Call form(tokens, *others) with the tokens (BH, N, .) of some heads at a time.
-
-    `numel` is the size of the temporaries of a head, and `num_features` the number of features of a token.
-    """
+def _over_heads(form: Callable[..., Tensor], tokens: Tokens, *others: Any, call: FeatureCall) -> Tensor:
+    """Call form(tokens, *others) with the tokens (BH, N, .) of some heads at a time."""
     if exporting_to_onnx():
         return form(tokens, *others)
     key = tokens.key
+    has_window = call.window_size > 0
+    num_features = 2 * call.num_features if has_window else call.num_features
+    numel = numel_of_head(key, num_features, is_causal=call.is_causal or has_window)
     recompute = num_features > _FEW_FEATURES and key.shape[0] * key.shape[1] * num_features > _KEPT_NUMEL
     size = slice_size(numel, key.device)
     return sliced(form, tokens, *others, size=size, draws=call.dropout_p > 0.0, recompute=recompute)
@@ -175,7 +171,6 @@ def _over_heads(
 def _windowed(
     query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None, call: FeatureCall, state: State | None
 ) -> Tensor:
-    """Compute `feature_attention` with a window."""
     batch, num_heads = query.shape[:2]
     first = 0
     if isinstance(state, WindowState):  # prepend the tokens in the window of the first query; their outputs are dropped
@@ -186,7 +181,6 @@ def _windowed(
         key, value = (torch.cat((x.to(y.dtype), y), 2) for x, y in ((state.key, key), (state.value, value)))
     before = None if state is None else FeatureState(state.sums, state.log)
     form = functools.partial(_window_and_features, call)
-    sizes = {"numel": numel_of_head(key, 2 * call.num_features, is_causal=True), "num_features": 2 * call.num_features}
     log_weight = call.log_weight_for(query)
     if key_mask is None or exporting_to_onnx():
         mask = None if key_mask is None else key_mask.repeat_interleave(num_heads, 0)
@@ -194,16 +188,15 @@ def _windowed(
         if before is not None:
             before = FeatureState(before.sums.flatten(0, 1), before.log.flatten(0, 1))
         maps = call.maps_for(num_heads, batch)
-        out = _over_heads(form, tokens, maps, log_weight.repeat(batch, 1), before, **sizes, call=call)
-        unflat: Tensor = out.unflatten(0, (batch, num_heads))
-        return unflat[:, :, first:]
+        out = _over_heads(form, tokens, maps, log_weight.repeat(batch, 1), before, call=call)
+        return torch.unflatten(out, 0, (batch, num_heads))[:, :, first:]
     # As for the window alone, compute one sequence at a time, so that all heads share the bias of its mask.
     maps = call.maps_for(num_heads)
     outs = []
     for row, mask in enumerate(key_mask.unsqueeze(1)):  # (1, N)
         own = None if before is None else FeatureState(before.sums[row], before.log[row])
         tokens = Tokens(query[row], key[row], value[row], None)  # (H, N, .)
-        outs.append(_over_heads(functools.partial(form, mask=mask), tokens, maps, log_weight, own, **sizes, call=call))
+        outs.append(_over_heads(functools.partial(form, mask=mask), tokens, maps, log_weight, own, call=call))
     return torch.stack(outs)[:, :, first:]
 
 
@@ -261,9 +254,8 @@ def add_tokens(state: State | None, key: Tensor, value: Tensor, key_mask: Tensor
         valid = pad(valid, (kept, 0))
     else:
         assert isinstance(state, WindowState)
-        key = torch.cat((state.key, key), 2)
-        value = torch.cat((state.value, value), 2)
-        valid = torch.cat((state.valid, valid), 2)
+        kept_tokens = state.key, state.value, state.valid
+        key, value, valid = (torch.cat(x, 2) for x in zip(kept_tokens, (key, value, valid), strict=True))
     # For each token that came in, one leaves the window of the next query.
     sums = add_to_state(before, key[:, :, :length], value[:, :, :length], valid[:, :, :length] > 0, features)
     # A copy, so that the other tokens are not kept in memory.

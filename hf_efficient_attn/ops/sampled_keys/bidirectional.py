@@ -130,9 +130,8 @@ def plan_near_field(
     The error of a far field of m samples is about the sum of a row's weights outside of the near field, divided by
     sqrt(m). So the root mean square of the sums is compared, which does not depend on the values or on the draw.
 
-    The mean error of KDEformer with hash blocks, with a window and with this choice is .271, .153 and .144 on BERT (512
-    tokens, budget 128), and .177, .157 and .143 on DeiT (1,025 tokens, budget 128). Comparing sums of squared weights,
-    or 64 rows, changes little; 16 rows are too few for DeiT.
+    `hf_efficient_attn.methods.kdeformer` has the errors. Comparing sums of squared weights, or 64 rows, changes little;
+    16 rows are too few for DeiT.
     """
     block_k = options.block_size
     num_hashes = options.num_hashes

@@ -70,8 +70,7 @@ def _seen_by(x: Tensor, num_intervals: int, length: int) -> Tensor:
     """
     if num_intervals == 1:
         return x[:, None, length : 2 * length]
-    view: Tensor = x[:, : 2 * num_intervals * length].unflatten(1, (num_intervals, 2, length))  # (BH, J, 2, L, ...)
-    return view[:, :, 1]
+    return torch.unflatten(x[:, : 2 * num_intervals * length], 1, (num_intervals, 2, length))[:, :, 1]
 
 
 def _interval_scores(query: Tensor, key: Tensor, value: Tensor, level: int, options: SamplingOptions) -> Tensor:
