@@ -119,7 +119,6 @@ def hyperparameters(row: Instance) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(values).filter(is_valid)
 
 
-# Name -> promise.
 PROMISES: dict[str, "Promise"] = {}
 
 

@@ -17,8 +17,6 @@ from instances import Instance, unregister
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenConfig(MethodConfig):
-    """Hyperparameters of the broken methods."""
-
     columns: int = option(8, "Budget.", minimum=1)
     seed: int = option(0, "Seed.", minimum=0)
 

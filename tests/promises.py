@@ -530,15 +530,11 @@ def _budget(d: Draw) -> dict[str, Any]:
     return {"is_causal": d.is_causal, "length": d.length(smallest), **d.heads(num_heads=4, num_kv_heads=4)}
 
 
-def assert_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
-    error = budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape)
-    assert error < 1e-9, f"with a budget of all {length} tokens the error is {error:.2g}, not 0"
-
-
 @Promise(_budget, applies=lambda i: i.limit in ("exact", "bounded"))
 def check_whole_budget(instance: Instance, is_causal: bool, length: int, **shape: Any) -> None:
     """The error is 0 if the budget is as large as the sequence."""
-    assert_whole_budget(instance, is_causal, length, **shape)
+    error = budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length, **shape)
+    assert error < 1e-9, f"with a budget of all {length} tokens the error is {error:.2g}, not 0"
 
 
 @explained
@@ -549,7 +545,8 @@ def check_converges(instance: Instance, is_causal: bool, length: int = 200) -> N
         assert all(0 < error <= instance.config().max_error for error in errors), f"errors beyond the bound: {errors}"
     else:
         assert errors[0] > errors[1] > errors[2] > 0, f"the error does not fall with the budget: {errors}"
-    assert_whole_budget(instance, is_causal, length)
+    whole = budget_error(instance, is_causal, 2 * length + 1, 1, q_len=length)
+    assert whole < 1e-9, f"with a budget of all {length} tokens the error is {whole:.2g}, not 0"
 
 
 @explained

@@ -80,7 +80,6 @@ def commands_of(block: Block) -> list[str]:
 
 
 def help_of(run: Callable[[list[str]], int], words: list[str]) -> str:
-    """What a command prints for --help."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:

@@ -29,7 +29,6 @@ METHODS = hea.available_methods()
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAME = "hf-efficient-attn"
 COMMANDS = sorted(command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands)
-SLOW = {"torch", "transformers", "matplotlib", "numpy", "huggingface_hub"}
 
 
 def test_help_and_version(capsys):
@@ -173,7 +172,6 @@ def run(line, **environment):
 
 
 def start(*arguments, options=(), **environment):
-    """Run the command in a new process."""
     return run([sys.executable, *options, "-m", "hf_efficient_attn", *arguments], **environment)
 
 
@@ -272,7 +270,7 @@ def test_completion(line, expected):
     environment = {"_HF_EFFICIENT_ATTN_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(words)}
     done = start(options=("-X", "importtime"), **environment)
     assert sorted(done.stdout.split()) == sorted(expected)
-    assert not imported(done) & SLOW
+    assert not imported(done) & {"torch", "transformers", "matplotlib", "numpy", "huggingface_hub"}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def read_csv(path):
 
 
 def losses(folder):
-    """The logged losses of a training."""
     history = json.loads((pathlib.Path(folder) / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
@@ -140,7 +139,6 @@ def photographs(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are saved."""
     kind, saved = pytest.importorskip("matplotlib.figure").Figure, []
     save = kind.savefig
     monkeypatch.setattr(kind, "savefig", lambda figure, *rest, **more: (save(figure, *rest), saved.append(figure)))

@@ -18,7 +18,6 @@ from helpers.encoder_decoders import composite
 from hf_efficient_attn.integration.models import Snapshot, configs_of
 from tiny_models import SMALL, output, tiny_batch, tiny_config, tiny_model
 
-Refused = hea.UnsupportedAttentionError
 PACKAGE = pathlib.Path(hea.__file__).parent
 # Where a failure is provoked: everything that decides and changes something.
 FOLDERS = (str(PACKAGE / "integration"), str(PACKAGE / "conversion"))
@@ -211,7 +210,7 @@ def test_a_refused_container_keeps_the_models_in_it(start, end, order, monkeypat
         restore(self)
 
     monkeypatch.setattr(Snapshot, "_restore", interrupted)
-    for error, words in ((Refused, "no causal form"), (KeyboardInterrupt, "")):
+    for error, words in ((hea.UnsupportedAttentionError, "no causal form"), (KeyboardInterrupt, "")):
         refuses(words, hea.convert, container, end, error=error)
         before.check()
         assert torch.equal(output(model, inputs), out)

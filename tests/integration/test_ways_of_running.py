@@ -67,7 +67,6 @@ each_family = pytest.mark.parametrize("family", ["bert", "vit", "llama", "distil
 
 
 def scaled(model: nn.Module, factor: float) -> nn.Module:
-    """A deep copy whose parameters are multiplied by a factor."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -130,7 +129,6 @@ def example(family: str, batch: int, length: int) -> dict:
 
 
 def exported(model: nn.Module, inputs: dict, shapes: dict, path):
-    """A graph of torch.export, saved and loaded."""
     torch.export.save(torch.export.export(model, (), inputs, dynamic_shapes=shapes), path)
     return torch.export.load(path).module()
 
@@ -313,9 +311,7 @@ def test_lora_on_queries_and_values(family, when, tmp_path):
     peft = pytest.importorskip("peft")
     targets = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}[family]
     lora = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=family == "gpt2", init_lora_weights=False)
-    base, inputs = tiny_model(family), tiny_batch(family)
-    if when == "before":
-        hea.convert(base, "kdeformer", **SMALL["kdeformer"])
+    base, inputs = tiny_model(family, "kdeformer" if when == "before" else None), tiny_batch(family)
     torch.manual_seed(1)
     model = peft.get_peft_model(base, lora)
     if when == "after":
@@ -327,7 +323,7 @@ def test_lora_on_queries_and_values(family, when, tmp_path):
     assert trained and all("lora" in name for name in trained)
     assert any(p.grad.abs().sum() > 0 for p in model.parameters() if p.grad is not None)
     model.eval().save_pretrained(tmp_path / "adapter")
-    fresh = hea.convert(tiny_model(family), "kdeformer", **SMALL["kdeformer"])
+    fresh = tiny_model(family, "kdeformer")
     assert torch.equal(output(peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval(), inputs), expected)
     torch.testing.assert_close(output(model.merge_and_unload(), inputs), expected, atol=1e-3, rtol=1e-3)
 

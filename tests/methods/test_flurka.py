@@ -179,7 +179,7 @@ def at_valid_tokens(inputs: dict, out):
 @each_method
 @pytest.mark.parametrize("family", [*ENCODERS, *IMAGES])
 def test_models_contract_before_the_projections(family, method, padding):
-    """Outputs and gradients are those of contraction after the projections, and padding has no influence."""
+    """Outputs and gradients are those of contraction after the projections. test_transformers.py changes padding."""
     model, inputs = converted(family, method).double().eval(), tiny_batch(family, padding=padding)
     if family in IMAGES:
         inputs = {"pixel_values": inputs["pixel_values"].double()}
@@ -203,9 +203,6 @@ def test_models_contract_before_the_projections(family, method, padding):
             assert "_projection" not in name or mine.grad.abs().sum() > 0
     exact = at_valid_tokens(inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs))
     assert differs(ours, exact, 1e-3)
-    if family not in IMAGES and padding != "none":
-        other = dict(inputs, input_ids=torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], 7))
-        assert torch.equal(*(at_valid_tokens(x, output(model, x)) for x in (inputs, other)))
 
 
 @each_method

@@ -231,8 +231,7 @@ def test_a_registered_method_is_available_at_once_and_can_be_replaced():
     names, tensors = [], inputs(q_len=20)
     with broken("correct") as instance:
         config_class = instance.info.config_class
-        with pytest.raises(hea.UnsupportedAttentionError, match=r"'correct' is registered already.*replace=True"):
-            hea.register_method(config_class, forward=zeros, naive=zeros)
+        refuses("registered already.*replace=True", hea.register_method, config_class, forward=zeros, naive=zeros)
         out = instance(*tensors)
         assert out.abs().sum() > 0 and torch.equal(hea.functional.correct_attention(*tensors), out)
         assert hea.Config is config_class and "Config" in dir(hea)

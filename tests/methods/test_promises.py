@@ -101,10 +101,8 @@ def test_seeds(instance, is_causal):
 
 # 7. Gradients of learned parameters.
 
-LEARNING = [(i, c) for i, c in EVERY if learns(i.config())]
 
-
-@pytest.mark.parametrize(("instance", "is_causal"), LEARNING, ids=str)
+@pytest.mark.parametrize(("instance", "is_causal"), [(i, c) for i, c in EVERY if learns(i.config())], ids=str)
 def test_gradients_of_learned_parameters(instance, is_causal):
     """Gradients agree with finite differences, and with the gradients of the readable form."""
     config, tensors = instance.reduced.config(), inputs(2, HEADS, 20, num_kv_heads=KV_HEADS, dtype=torch.float64)

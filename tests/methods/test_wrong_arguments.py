@@ -127,7 +127,6 @@ NO_MODELS = [
 ]
 ORDER = "before the tensors: hea.attention(method, query, key, value)"
 TWO = [BATCH, BATCH]
-STAGES = [("linear", 0.5, [1]), ("sdpa", 1.0)]
 # (what must be refused, parts of the message)
 REFUSED = [
     (lambda: hea.functional.nearfar_attention(*TENSORS, MASK), "by position", "attention_mask"),
@@ -180,7 +179,7 @@ REFUSED = [
         "options=hea.DistillationOptions(learning_rate=...)",
     ),
     (bert(lambda m: hea.distill(m, "linear", TWO, steps=1, options={"seed": 1})), "options must be"),
-    (lambda: hea.UptrainingSchedule(STAGES), "hyperparameters of a stage must be"),
+    (lambda: hea.UptrainingSchedule([("linear", 0.5, [1]), ("sdpa", 1.0)]), "hyperparameters of a stage must be"),
     (bert(lambda m: hea.convert(m, "linear", layers=m.encoder.layer)), "<BertLayer>"),
     *((bert(lambda m, x=x, f=f: f(m, x)), f"not {x!r}: write layers=[...]")
       for x in (1, True, "0-1", {"layers": [0]}, 0.5)

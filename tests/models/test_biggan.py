@@ -19,9 +19,6 @@ from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, truncated
 from hf_efficient_attn.models.imagenet import imagenet_classes
 from instances import APPROXIMATE
 
-RECTANGULAR = [name for name in hea.available_methods() if hea.method_info(name).rectangular]
-SQUARE = [name for name in hea.available_methods() if not hea.method_info(name).rectangular]
-
 
 def loaded(folder, cls=BigGANModel, **options) -> BigGANModel:
     model, report = cls.from_pretrained(folder, output_loading_info=True, **options)
@@ -108,12 +105,11 @@ def test_one_compiled_graph_serves_every_truncation():
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """The folder of `tiny()`."""
     tiny().save_pretrained(folder := tmp_path_factory.mktemp("exact"))
     return folder
 
 
-@pytest.mark.parametrize("method", RECTANGULAR)
+@pytest.mark.parametrize("method", [name for name in hea.available_methods() if hea.method_info(name).rectangular])
 def test_every_rectangular_method_runs_saves_and_loads(method, stored, tmp_path):
     model = tiny()
     exact = images(model)
@@ -132,7 +128,7 @@ def test_every_rectangular_method_runs_saves_and_loads(method, stored, tmp_path)
     assert torch.equal(images(hea.convert(model, "sdpa")), exact)
 
 
-@pytest.mark.parametrize("method", SQUARE)
+@pytest.mark.parametrize("method", [name for name in hea.available_methods() if not hea.method_info(name).rectangular])
 def test_methods_without_a_rectangular_form_are_refused(method, stored):
     model = tiny()
     for switch in (

@@ -172,10 +172,7 @@ def test_costs_are_what_the_kernels_move(kernels, monkeypatch, form):
     assert moved[0] == sum(COSTS[x.name](x).moved for x in kernels)
 
 
-CHECKED = [{}, {"causal": True}, {"name": "favor"}, {"name": "favor", "masked": True}]
-
-
-@pytest.mark.parametrize("form", CHECKED)
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"name": "favor"}, {"name": "favor", "masked": True}])
 def test_the_check_on_first_use(kernels, form):
     backend = random_features if "name" in form else linear_attention
     linear_attention.check_attend(make(9, 9, 16, 16, **form), backend.BACKEND.attend, with_backward=True)
@@ -204,11 +201,8 @@ def test_logs_beyond_the_range_of_float32(kernels, size):
     check(call, 1e-3)
 
 
-def test_calls_that_the_kernels_leave_to_others_of_directions(kernels, monkeypatch):
+def test_calls_that_the_kernels_leave_to_others_of_directions(kernels):
     call = make(9, 9, 16, 16, name="favor")
     assert random_features.BACKEND.applies(call)
     assert not random_features.BACKEND.applies(call._replace(is_causal=True))
     assert not random_features.BACKEND.applies(make(9, 9, 129, 16, name="favor"))
-    monkeypatch.undo()
-    monkeypatch.setenv("HEA_KERNELS", "plain")
-    assert not random_features.BACKEND.applies(call)

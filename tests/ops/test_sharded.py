@@ -100,7 +100,6 @@ for i, mask in product([i for i, x in enumerate(INSTANCES) if x.method == "nearf
     SUMMARIZED += [Case(i, False, mask, n, is_local=True) for n in (1, 2, 4)]
     SUMMARIZED.append(Case(i, False, mask, 2, is_local=True, is_short=True))
     SUMMARIZED += [Case(i, False, mask, 2, dtype) for dtype in (torch.bfloat16, torch.float16)]
-FIRST_ROWS = [INSTANCES.index(instance) for instance in FIRST.values()]
 
 
 def check(size: int, folder, every: list[Case]) -> None:
@@ -115,7 +114,7 @@ def check(size: int, folder, every: list[Case]) -> None:
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    check(2, tmp_path, cases(FIRST_ROWS, ("right",)) + SUMMARIZED[:18])
+    check(2, tmp_path, cases([INSTANCES.index(instance) for instance in FIRST.values()], ("right",)) + SUMMARIZED[:18])
 
 
 @pytest.mark.exhaustive

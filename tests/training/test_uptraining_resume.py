@@ -93,7 +93,6 @@ class Case(NamedTuple):
 
     @property
     def attention(self) -> list[str]:
-        """The attention of each step."""
         stages = hea.UptrainingSchedule(self.stages).stages
         counts = [end - start for start, end in zip([0, *self.ends], self.ends, strict=False)]
         return [stage.attention for stage, count in zip(stages, counts, strict=True) for _ in range(count)]
@@ -164,7 +163,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The results of uninterrupted trainings."""
     found = {}
 
     def get(case):
