@@ -21,11 +21,14 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.training import switch
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
 
 logger = logging.get_logger(__name__)
+# The key in `trainer_state.json` of the settings of attention in the step of the checkpoint; {} for exact attention.
+_SETTINGS = "uptraining_settings"
 
 
 class UptrainingCallback(TrainerCallback):
@@ -70,6 +73,7 @@ class UptrainingCallback(TrainerCallback):
     ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
+        self._model: nn.Module | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
@@ -78,9 +82,15 @@ class UptrainingCallback(TrainerCallback):
         with args.main_process_first(local=args.save_on_each_node, desc="rename incomplete checkpoints"):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
-        model.register_load_state_dict_pre_hook(self._before_loading)
+        self._follow(model)
         if not any(switch.is_in_stage(model, stage) for stage in stages[1:]):
             self.schedule.step(model, None, 0)
+
+    def _follow(self, model: nn.Module) -> None:
+        """Let the model switch when it loads the weights of another stage."""
+        if model is not self._model:
+            self._model = model
+            model.register_load_state_dict_pre_hook(self._before_loading)
 
     def _before_loading(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
         """Switch the model to the stage of the weights that are about to be loaded, if they tell which one it is."""
@@ -106,6 +116,7 @@ class UptrainingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages against the wrapped model, and switch to the stage to resume in."""
         schedule, model = self.schedule, kwargs["model"]
+        self._follow(model)  # with `model_init` it is another one than at the start
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
         self._batches = self.distillation_batches
@@ -117,24 +128,31 @@ class UptrainingCallback(TrainerCallback):
             self._check_stage(state)
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
-            schedule.step(model, None, state.global_step - 1)
+            schedule.step(model, None, state.global_step)
 
     def _check_stage(self, state: TrainerState) -> None:
-        """Refuse a number of steps by which the checkpoint would be in another stage than the one that it logged."""
+        """Refuse stages and a number of steps by which the checkpoint would have other attention than it had."""
         stages, step = self.schedule.stages, state.global_step
         logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
-        was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)].attention
-        if was != now:
+        was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)]
+        if was != now.attention:
             raise UnsupportedAttentionError(
-                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to {now!r}: resume "
-                "with the number of steps of the original training. To train longer, give the ends of the stages as "
-                "numbers of steps"
+                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to "
+                f"{now.attention!r}: resume with the number of steps of the original training. To train longer, give "
+                "the ends of the stages as numbers of steps"
+            )
+        saved = state.stateful_callbacks.get(_SETTINGS)  # None in checkpoints of earlier versions
+        if saved is not None and (EfficientAttentionConfig.from_dict(saved) if saved else None) != now.settings:
+            raise UnsupportedAttentionError(
+                f"step {step} was trained with the attention {saved or 'sdpa'}, not {_as_dict(now) or 'sdpa'}: resume "
+                "with the stages and hyperparameters of the original training. Later stages may change"
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
         given = kwargs["model"], kwargs["optimizer"], state.global_step
         record = self.schedule.step(*given, self._batches, self.distillation_options)
+        state.stateful_callbacks[_SETTINGS] = _as_dict(self.schedule.stages[self.schedule.index(state.global_step)])
         if record is not None:
             state.log_history.append({**switch.log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
@@ -143,7 +161,11 @@ class UptrainingCallback(TrainerCallback):
         # `best_global_step` may be a step that was not saved.
         best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
         if args.load_best_model_at_end and best:
-            self.schedule.step(kwargs["model"], None, int(best[1]) - 1)
+            self.schedule.step(kwargs["model"], None, int(best[1]))
+
+
+def _as_dict(stage: switch.Stage) -> dict[str, Any]:
+    return stage.settings.to_dict() if stage.settings else {}
 
 
 def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:

@@ -110,7 +110,7 @@ class UptrainingSchedule:
         batches: Iterable[Batch] | None = None,
         options: DistillationOptions | None = None,
     ) -> "dict[str, Any] | None":
-        """Switch the model to the stage of step `step` if it is in another one; for training loops without Trainer.
+        """Switch the model to the stage of its next step if it is in another one; for training loops without Trainer.
 
         Call it once with `optimizer=None` before creating the optimizer and before loading a checkpoint, then before
         the forward pass of every optimizer step. Parameters that both stages share keep their values and their
@@ -124,7 +124,8 @@ class UptrainingSchedule:
         Args:
             model: a Transformers model, or its wrapper: PEFT, `torch.compile`, DistributedDataParallel.
             optimizer: the optimizer (or Accelerate's wrapper of it) of the model's parameters, or None.
-            step: the number of completed optimizer steps.
+            step: the number of completed optimizer steps. Without an optimizer the model gets the stage of the last of
+                them, in which a checkpoint after it was saved.
             batches: for stages with "distill", batches as for `hea.distill`, for example of the training set, which
                 must be the same whenever they are read; give them in every call with an optimizer.
             options: the learning rate of the distillation and others; the default suits most models.
@@ -147,7 +148,8 @@ class UptrainingSchedule:
         # First the bare model, then its wrappers, which exist when training begins.
         if optimizer is None or step == 0:
             check_stages(model, self.stages)
-        stage = self.stages[self.index(step) if step else 0]
+        number = step if optimizer is not None else step - 1
+        stage = self.stages[self.index(number) if number > 0 else 0]
         return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step, batches, options)
 
 

@@ -290,13 +290,29 @@ def test_weights_of_other_stages_are_refused(tmp_path):
     assert seen.names == ["flurka_performer", "flurka_linear", "flurka_linear"]
 
 
+def test_other_attention_than_at_the_checkpoint_is_refused(tmp_path):
+    """Where the weights do not tell it: other hyperparameters and seeds, and another method in the first stage."""
+    first, second = ("performer", 2, {"num_features": 8}), ("linear", None)
+    trainer_of(tmp_path, [first, second], steps=4, save_steps=1).train()
+    exact, drawn = ("sdpa", 2), ("performer", 2, {"num_features": 8, "seed": 1})
+    windowed = ("linear", None, {"window_size": 8})
+    for at, stages in [(1, [exact, second]), (1, [drawn, second]), (3, [first, windowed])]:
+        resume = str(tmp_path / f"checkpoint-{at}")
+        trainer = trainer_of(tmp_path, stages, steps=4)
+        refuses(f"step {at} was trained with the attention .*, not", trainer.train, resume_from_checkpoint=resume)
+    trainer_of(tmp_path, [first, windowed], steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 @pytest.mark.parametrize(
-    "stages", [TWO, [("performer", 0.25), ("linear", 1.0)]], ids=["learned", "weights of any stage"]
+    ("stages", "model_init"),
+    [(TWO, None), ([("performer", 0.25), ("linear", 1.0)], None), ([TWO[0], ("linear", 1.0)], classifier)],
+    ids=["learned", "weights of any stage", "a model that Trainer makes"],
 )
-def test_best_model_is_in_its_own_stage(stages, tmp_path):
+def test_best_model_is_in_its_own_stage(stages, model_init, tmp_path):
     """The best step was not saved, and it is in a later stage than the best saved one."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
     trainer = trainer_of(tmp_path, stages, save_steps=2, metric_for_best_model="score", **options)
+    trainer.model_init = model_init and (lambda trial: model_init())
 
     def score(prediction) -> dict[str, float]:
         step = trainer.state.global_step
@@ -480,7 +496,7 @@ def test_custom_training_loop():
         """Train up to `steps`, from the step and the states that an interrupted training saved, if any."""
         first, *states = saved or (0,)
         model, schedule, records = classifier(first, **PLAIN), hea.UptrainingSchedule(DISTILLED), []
-        schedule.step(model, None, max(0, first - 1))
+        schedule.step(model, None, first)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for target, state in zip((model, optimizer), states, strict=False):
             target.load_state_dict(state)
