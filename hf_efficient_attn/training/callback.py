@@ -25,9 +25,10 @@ from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.training import switch
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
+from hf_efficient_attn.training.steps import learned_parameters
 
 logger = logging.get_logger(__name__)
-# The key in `trainer_state.json` of the settings of attention in the step of the checkpoint; {} for exact attention.
+# The key in `trainer_state.json` of the settings of attention in the step of the checkpoint; null for exact.
 _SETTINGS = "uptraining_settings"
 
 
@@ -42,7 +43,7 @@ class UptrainingCallback(TrainerCallback):
     the stage of its step, and its `config.json` names that stage.
 
     A stage with "distill" is distilled at its switch. The entry of the log then also has "distillation_steps",
-    "distillation_first_loss" and "distillation_last_loss". A resumed training repeats the distillation bit for bit.
+    "distillation_first_loss" and "distillation_last_loss".
 
     Pass the callback to the constructor of Trainer, and resume with the same stages: the model switches to the stage of
     the weights when these are loaded. (With `model_init`, Trainer creates the model later, and only stages that learn
@@ -73,7 +74,6 @@ class UptrainingCallback(TrainerCallback):
     ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
-        self._model: nn.Module | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
@@ -82,15 +82,9 @@ class UptrainingCallback(TrainerCallback):
         with args.main_process_first(local=args.save_on_each_node, desc="rename incomplete checkpoints"):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
-        self._follow(model)
+        model.register_load_state_dict_pre_hook(self._before_loading)
         if not any(switch.is_in_stage(model, stage) for stage in stages[1:]):
             self.schedule.step(model, None, 0)
-
-    def _follow(self, model: nn.Module) -> None:
-        """Let the model switch when it loads the weights of another stage."""
-        if model is not self._model:
-            self._model = model
-            model.register_load_state_dict_pre_hook(self._before_loading)
 
     def _before_loading(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
         """Switch the model to the stage of the weights that are about to be loaded, if they tell which one it is."""
@@ -98,7 +92,8 @@ class UptrainingCallback(TrainerCallback):
         names = {name for name in module.state_dict() if f".{NAME}." not in name}
         shapes = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
         given = {name: shape for name, shape in shapes.items() if f".{NAME}." in name}
-        if given == switch.learned_layout(module) or 2 * len(names & shapes.keys()) < len(names):
+        own = {name: p.shape for name, p in learned_parameters(module).items()}
+        if given == own or 2 * len(names & shapes.keys()) < len(names):
             # The weights fit already, or they are a part of a model, such as adapters, which does not tell the stage.
             return
         stages = self.schedule.stages
@@ -116,14 +111,17 @@ class UptrainingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages against the wrapped model, and switch to the stage to resume in."""
         schedule, model = self.schedule, kwargs["model"]
-        self._follow(model)  # with `model_init` it is another one than at the start
+        # With `model_init` it is another one than at the start. A second hook has nothing to do.
+        model.register_load_state_dict_pre_hook(self._before_loading)
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
         self._batches = self.distillation_batches
-        if self._batches is None and schedule.distilled(state.global_step):
-            loader = kwargs["train_dataloader"]
-            given = loader.dataset, loader.collate_fn, args.per_device_train_batch_size
-            self._batches = switch.training_batches(*given, args.process_index, args.world_size)
+        if stages := schedule.distilled(state.global_step):
+            if self._batches is None:
+                loader = kwargs["train_dataloader"]
+                given = loader.dataset, loader.collate_fn, args.per_device_train_batch_size
+                self._batches = switch.training_batches(*given, args.process_index, args.world_size)
+            switch.check_distillation(stages, self._batches, self.distillation_options)
         if state.global_step:
             self._check_stage(state)
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
@@ -135,24 +133,21 @@ class UptrainingCallback(TrainerCallback):
         stages, step = self.schedule.stages, state.global_step
         logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
         was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)]
-        if was != now.attention:
+        given = now.settings and now.settings.to_dict()
+        saved = state.stateful_callbacks.get(_SETTINGS, given)  # checkpoints of earlier versions have none
+        if was != now.attention or (saved and EfficientAttentionConfig.from_dict(saved)) != now.settings:
             raise UnsupportedAttentionError(
                 f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to "
-                f"{now.attention!r}: resume with the number of steps of the original training. To train longer, give "
-                "the ends of the stages as numbers of steps"
-            )
-        saved = state.stateful_callbacks.get(_SETTINGS)  # None in checkpoints of earlier versions
-        if saved is not None and (EfficientAttentionConfig.from_dict(saved) if saved else None) != now.settings:
-            raise UnsupportedAttentionError(
-                f"step {step} was trained with the attention {saved or 'sdpa'}, not {_as_dict(now) or 'sdpa'}: resume "
-                "with the stages and hyperparameters of the original training. Later stages may change"
+                f"{now.attention!r} ({saved}, {given}): resume with the stages and the number of steps of the original "
+                "training. To train longer, give the ends of the stages as numbers of steps"
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
         given = kwargs["model"], kwargs["optimizer"], state.global_step
         record = self.schedule.step(*given, self._batches, self.distillation_options)
-        state.stateful_callbacks[_SETTINGS] = _as_dict(self.schedule.stages[self.schedule.index(state.global_step)])
+        settings = self.schedule.stages[self.schedule.index(state.global_step)].settings
+        state.stateful_callbacks[_SETTINGS] = settings and settings.to_dict()
         if record is not None:
             state.log_history.append({**switch.log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
@@ -162,10 +157,6 @@ class UptrainingCallback(TrainerCallback):
         best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
         if args.load_best_model_at_end and best:
             self.schedule.step(kwargs["model"], None, int(best[1]))
-
-
-def _as_dict(stage: switch.Stage) -> dict[str, Any]:
-    return stage.settings.to_dict() if stage.settings else {}
 
 
 def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
@@ -185,11 +176,7 @@ def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix:
 
 
 def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
-    """Rename incomplete checkpoints at the end of a Trainer's output folder to `incomplete-checkpoint-*`.
-
-    A killed process leaves missing or truncated files, and Trainer resumes from the highest number without looking at
-    them. The latest checkpoints are renamed until one is complete; nothing is deleted.
-    """
+    """Rename the latest checkpoints of a Trainer's output folder until one is complete; nothing is deleted."""
     while folder.is_dir() and (last := get_last_checkpoint(str(folder))) and not is_complete(pathlib.Path(last)):
         path = pathlib.Path(last)
         numbered = (path.with_name(f"incomplete-{path.name}-{number}") for number in itertools.count(1))

@@ -103,7 +103,11 @@ class Finetuning(Training):
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
         rates = ((others, options.learning_rate), (learned, options.attention_learning_rate))
         optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in rates if x], weight_decay=0.0)
-        schedule = LambdaLR(optimizer, lambda step: _share_of_rate(step, options.steps))
+        warmup = max(1, round(0.1 * options.steps))
+        half_turn = math.pi / max(1, options.steps - warmup)
+        schedule = LambdaLR(
+            optimizer, lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(half_turn * max(0, step - warmup)))
+        )
         super().__init__([*others, *learned], optimizer, schedule, options.steps)
         model.eval()  # as the teacher, without dropout
 
@@ -146,14 +150,6 @@ class Finetuning(Training):
                 error, size = (x - target).square().sum(-1), target.square().sum(-1)
                 losses[name] = error[valid].sum() / size[valid].sum()
         return losses
-
-
-def _share_of_rate(step: int, steps: int) -> float:
-    """The share of the learning rate in a step, from 0: a warmup in a tenth of the steps, then a cosine to 0."""
-    warmup = max(1, round(0.1 * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / max(1, steps - warmup))))
 
 
 def outputs_of(model: nn.Module, batch: Batch, target: str) -> dict[str, Tensor]:

@@ -129,7 +129,7 @@ REFUSED = {
     "layer": ("linear", HEDGEHOG, 4, {"layers": [7]}, "no attention in layers"),
     "hyperparameter": ("linear", {"features": "hedgehog"}, 4, {}, "features"),
     "no logits": ("linear", HEDGEHOG, 4, {"options": LOGITS}, "has no logits: use target='hidden_states'"),
-    "weights of tables": ("flurka_linear", {}, 4, {"loss": "weights"}, "what flurka_linear learns .* the loss 'output'"),
+    "weights of tables": ("linformer", {}, 4, {"loss": "weights"}, "what linformer learns .* use the loss 'output'"),
     "convolved": ("nystromformer", {"conv_kernel_size": 3}, 4, {"loss": "both"}, "negative or change their sum"),
     "within the budget": ("linear", HEDGEHOG, 4, {}, "sequences are within the budget of the method"),
 }

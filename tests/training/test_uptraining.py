@@ -299,7 +299,7 @@ def test_other_attention_than_at_the_checkpoint_is_refused(tmp_path):
     for at, stages in [(1, [exact, second]), (1, [drawn, second]), (3, [first, windowed])]:
         resume = str(tmp_path / f"checkpoint-{at}")
         trainer = trainer_of(tmp_path, stages, steps=4)
-        refuses(f"step {at} was trained with the attention .*, not", trainer.train, resume_from_checkpoint=resume)
+        refuses(f"step {at} was trained with .*resume with the stages", trainer.train, resume_from_checkpoint=resume)
     trainer_of(tmp_path, [first, windowed], steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -365,11 +365,19 @@ def test_distillation_is_a_part_of_a_stage():
     assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
 
 
-def take_step(step, given=None, options=None):
-    """A step of a custom training loop whose second stage is distilled."""
+def take_step(given=None, options=None):
+    """A step before the switch of a custom training loop whose second stage is distilled."""
     schedule, model = hea.UptrainingSchedule(DISTILLED), classifier()
     schedule.step(model, None, 0)
-    schedule.step(model, torch.optim.AdamW(model.parameters()), step, given, options)
+    schedule.step(model, torch.optim.AdamW(model.parameters()), 1, given, options)
+
+
+def train(given=None, options=None, data=None):
+    """A training whose second stage is distilled, which must not begin."""
+    model = classifier()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a step was taken"))
+    callback = hea.UptrainingCallback(DISTILLED, given, options)
+    trainer_of("nowhere", None, model, callbacks=[callback], data=data).train()
 
 
 FIXED = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
@@ -394,9 +402,11 @@ FINETUNING = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps
             for steps in (-1, 0.5, True)
         ),
         ("'flurka_performer' has distill=5.* the stage before", lambda: trainer_of("nowhere", FIXED)),
-        ("no batches to distill 'flurka_linear'", lambda: take_step(1)),
-        ("no iterator", lambda: take_step(3, iter(batches()))),
-        (r"leave out options\.finetuning", lambda: take_step(3, batches(), FINETUNING)),
+        ("to distill 'flurka_linear', .* in every call", take_step),
+        ("no iterator", lambda: take_step(iter(batches()))),
+        (r"leave out options\.finetuning", lambda: take_step(batches(), FINETUNING)),
+        ("no iterator", lambda: train(iter(batches()))),
+        ("a single batch", lambda: train(data=samples(4))),
     ],
 )
 def test_impossible_distillations_are_refused(sentence, call, tmp_path, monkeypatch):
