@@ -51,6 +51,7 @@ class NystromformerConfig(MethodConfig):
     rectangular = True
     exportable = True
     learned_parameters = ("conv_weight",)
+    trains_on_weights = False
     summary = "the softmax matrix from its rows and columns at the means of segments"
     paper_url = "https://arxiv.org/abs/2102.03902"
     near = "none"

@@ -21,11 +21,15 @@ from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
 from hf_efficient_attn.integration.learned import NAME
+from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.training import switch
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
+from hf_efficient_attn.training.steps import learned_parameters
 
 logger = logging.get_logger(__name__)
+# The key in `trainer_state.json` of the settings of attention in the step of the checkpoint; null for exact.
+_SETTINGS = "uptraining_settings"
 
 
 class UptrainingCallback(TrainerCallback):
@@ -39,7 +43,7 @@ class UptrainingCallback(TrainerCallback):
     the stage of its step, and its `config.json` names that stage.
 
     A stage with "distill" is distilled at its switch. The entry of the log then also has "distillation_steps",
-    "distillation_first_loss" and "distillation_last_loss". A resumed training repeats the distillation bit for bit.
+    "distillation_first_loss" and "distillation_last_loss".
 
     Pass the callback to the constructor of Trainer, and resume with the same stages: the model switches to the stage of
     the weights when these are loaded. (With `model_init`, Trainer creates the model later, and only stages that learn
@@ -88,7 +92,8 @@ class UptrainingCallback(TrainerCallback):
         names = {name for name in module.state_dict() if f".{NAME}." not in name}
         shapes = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
         given = {name: shape for name, shape in shapes.items() if f".{NAME}." in name}
-        if given == switch.learned_layout(module) or 2 * len(names & shapes.keys()) < len(names):
+        own = {name: p.shape for name, p in learned_parameters(module).items()}
+        if given == own or 2 * len(names & shapes.keys()) < len(names):
             # The weights fit already, or they are a part of a model, such as adapters, which does not tell the stage.
             return
         stages = self.schedule.stages
@@ -106,35 +111,43 @@ class UptrainingCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages against the wrapped model, and switch to the stage to resume in."""
         schedule, model = self.schedule, kwargs["model"]
+        # With `model_init` it is another one than at the start. A second hook has nothing to do.
+        model.register_load_state_dict_pre_hook(self._before_loading)
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
         self._batches = self.distillation_batches
-        if self._batches is None and schedule.distilled(state.global_step):
-            loader = kwargs["train_dataloader"]
-            given = loader.dataset, loader.collate_fn, args.per_device_train_batch_size
-            self._batches = switch.training_batches(*given, args.process_index, args.world_size)
+        if stages := schedule.distilled(state.global_step):
+            if self._batches is None:
+                loader = kwargs["train_dataloader"]
+                given = loader.dataset, loader.collate_fn, args.per_device_train_batch_size
+                self._batches = switch.training_batches(*given, args.process_index, args.world_size)
+            switch.check_distillation(stages, self._batches, self.distillation_options)
         if state.global_step:
             self._check_stage(state)
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
-            schedule.step(model, None, state.global_step - 1)
+            schedule.step(model, None, state.global_step)
 
     def _check_stage(self, state: TrainerState) -> None:
-        """Refuse a number of steps by which the checkpoint would be in another stage than the one that it logged."""
+        """Refuse stages and a number of steps by which the checkpoint would have other attention than it had."""
         stages, step = self.schedule.stages, state.global_step
         logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
-        was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)].attention
-        if was != now:
+        was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)]
+        given = now.settings and now.settings.to_dict()
+        saved = state.stateful_callbacks.get(_SETTINGS, given)  # checkpoints of earlier versions have none
+        if was != now.attention or (saved and EfficientAttentionConfig.from_dict(saved)) != now.settings:
             raise UnsupportedAttentionError(
-                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to {now!r}: resume "
-                "with the number of steps of the original training. To train longer, give the ends of the stages as "
-                "numbers of steps"
+                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to "
+                f"{now.attention!r} ({saved}, {given}): resume with the stages and the number of steps of the original "
+                "training. To train longer, give the ends of the stages as numbers of steps"
             )
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
         given = kwargs["model"], kwargs["optimizer"], state.global_step
         record = self.schedule.step(*given, self._batches, self.distillation_options)
+        settings = self.schedule.stages[self.schedule.index(state.global_step)].settings
+        state.stateful_callbacks[_SETTINGS] = settings and settings.to_dict()
         if record is not None:
             state.log_history.append({**switch.log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
@@ -143,7 +156,7 @@ class UptrainingCallback(TrainerCallback):
         # `best_global_step` may be a step that was not saved.
         best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
         if args.load_best_model_at_end and best:
-            self.schedule.step(kwargs["model"], None, int(best[1]) - 1)
+            self.schedule.step(kwargs["model"], None, int(best[1]))
 
 
 def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
@@ -163,11 +176,7 @@ def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix:
 
 
 def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:
-    """Rename incomplete checkpoints at the end of a Trainer's output folder to `incomplete-checkpoint-*`.
-
-    A killed process leaves missing or truncated files, and Trainer resumes from the highest number without looking at
-    them. The latest checkpoints are renamed until one is complete; nothing is deleted.
-    """
+    """Rename the latest checkpoints of a Trainer's output folder until one is complete; nothing is deleted."""
     while folder.is_dir() and (last := get_last_checkpoint(str(folder))) and not is_complete(pathlib.Path(last)):
         path = pathlib.Path(last)
         numbered = (path.with_name(f"incomplete-{path.name}-{number}") for number in itertools.count(1))

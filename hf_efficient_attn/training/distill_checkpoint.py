@@ -188,7 +188,7 @@ class _CheckpointRun:
         self._state = state = _SavedState(plan, conversion.place.path)
         saved = state.saved
         if plan.write_now and saved["request"] is None:
-            raise UnsupportedAttentionError(f"--write-now: no state is saved in {state.folder}: train first")
+            raise UnsupportedAttentionError(f"--write-now: no unfinished state is in {state.folder}: train first")
         size = plan.length, plan.batch_size, plan.num_batches * steps.world_size()
         held_out = saved["held_out"] and range(*saved["held_out"])
         self._data = data = TrainingData(model, checked.folder, plan.data, *size, held_out)

@@ -3,8 +3,7 @@
 The model computes exact attention on batches of unlabelled inputs. In each call of a converted layer, the method
 computes the same queries, keys and values, and the layer's learned parameters follow the gradient of its loss. This is
 the attention transfer of LoLCATs (Zhang et al., ICLR 2025, section 3.1) and the distillation of Hedgehog (Zhang et al.,
-ICLR 2024, section 4.2). All layers are trained in one pass. The gradients of a layer end at its inputs, so that the
-activations of only one layer are in memory.
+ICLR 2024, section 4.2). All layers are trained in one pass, and the gradients of a layer end at its inputs.
 
 The losses of a layer:
 
@@ -112,8 +111,8 @@ def distill(
 
     Raises:
         UnsupportedAttentionError: the model is converted already; the method has nothing to learn; there are no batches
-            or there is only one; the method computes all sequences exactly; an unknown loss; and as in `hea.convert`.
-            The model is then unchanged.
+            or there is only one; the method computes all sequences exactly; a loss that is unknown or not for the
+            method; and as in `hea.convert`. The model is then unchanged.
         DivergedError: a loss was not finite. The model is converted, with the best parameters until then.
 
     Example:
@@ -180,6 +179,10 @@ class Distillation(Training):
             reason = why_nothing_to_learn([one.chosen for one in modules if one.chosen is not None])
             other = "no layer learns new parameters: choose layers whose method learns some"
             raise UnsupportedAttentionError(reason or other)
+        unfit = {learned.method.method for learned in self.copies if not learned.method.trains_on_weights}
+        if unfit and loss != "output":
+            what = f"what {', '.join(sorted(unfit))} learns can make attention weights negative or change their sum"
+            raise UnsupportedAttentionError(f"the loss {loss!r} would ruin the outputs: {what}: use the loss 'output'")
         trained = [p for copies in self.copies.values() for p in copies.values()]
         # A step of Adam is about as large as the learning rate, whatever the gradient is. For the initial map of a head
         # with 32 dimensions the share of the user's rate is 1, for averages of two tokens out of 512 it is .16.

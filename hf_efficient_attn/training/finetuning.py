@@ -14,11 +14,13 @@ those of knowledge distillation, so that unlabelled inputs suffice.
 import contextlib
 import copy
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward, valid_tokens
@@ -75,13 +77,14 @@ def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | No
 
 
 class Finetuning(Training):
-    """Trains a converted model on the outputs of its teacher (see `make_teacher`). The model stays in eval mode."""
+    """Trains a converted model on the outputs of its teacher (see `make_teacher`), in eval mode until `finish`."""
 
     title, key, max_norm = "fine-tuning", "outputs", 1.0
 
     def __init__(self, model: nn.Module, teacher: nn.Module | None, options: FinetuningOptions) -> None:
         self.model, self.teacher, self.target = model, teacher, options.target
         self._required = {p: p.requires_grad for p in model.parameters()}
+        self._modes = {module: module.training for module in model.modules()}
         # PEFT's model with LoRA adapters in all linear layers of the model, whose modules it replaces.
         self._adapted: Any = None
         if options.lora_rank is not None:
@@ -99,11 +102,13 @@ class Finetuning(Training):
         others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
         rates = ((others, options.learning_rate), (learned, options.attention_learning_rate))
         optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in rates if x], weight_decay=0.0)
-        # Imported here, because it imports optional packages.
-        from transformers.optimization import get_cosine_schedule_with_warmup
-
-        schedule = get_cosine_schedule_with_warmup(optimizer, max(1, round(0.1 * options.steps)), options.steps)
+        warmup = max(1, round(0.1 * options.steps))
+        half_turn = math.pi / max(1, options.steps - warmup)
+        schedule = LambdaLR(
+            optimizer, lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(half_turn * max(0, step - warmup)))
+        )
         super().__init__([*others, *learned], optimizer, schedule, options.steps)
+        model.eval()  # as the teacher, without dropout
 
     def _backward(self, batch: Batch) -> list[LayerLoss]:
         with torch.enable_grad():
@@ -117,12 +122,14 @@ class Finetuning(Training):
         return [LayerLoss(None, name, loss.item()) for name, loss in self._losses(batch).items()]
 
     def finish(self) -> None:
-        """Merge adapters into the model, and restore which parameters require gradients."""
+        """Merge adapters into the model, and restore which parameters require gradients and which modules train."""
         if self._adapted is not None:
             self._adapted.merge_and_unload()
             self._adapted = None
         for p, required in self._required.items():
             p.requires_grad_(required)
+        for module, training in self._modes.items():
+            module.training = training
 
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         """The loss of every output."""

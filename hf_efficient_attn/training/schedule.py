@@ -16,7 +16,7 @@ from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.io.json import parse_value
 from hf_efficient_attn.methods import available_methods, method_info
 from hf_efficient_attn.training.distillation import DistillationOptions, why_nothing_to_learn
-from hf_efficient_attn.training.switch import Stage, check_stages, is_in_stage, switch_stage
+from hf_efficient_attn.training.switch import Stage, check_distillation, check_stages, is_in_stage, switch_stage
 
 # Gupta et al. 2023, appendix A.4: the base that a variant is trained as first, and its share of the steps. The paper's
 # "RNN" is the linear transformer. The other experiments of the paper have no up-training.
@@ -35,8 +35,7 @@ class UptrainingSchedule:
     are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
 
     A later stage whose method learns parameters can be distilled: before its first step, the new parameters are trained
-    to imitate the attention that the model had before the switch, layer by layer and without labels. For example, the
-    kernel of flurka_linear with feature_map="hedgehog" learns to imitate the softmax of a linformer.
+    to imitate the attention that the model had before the switch, layer by layer and without labels.
 
     Args:
         stages: each (attention, end) or (attention, end, hyperparameters). `attention` is the name or the config of a
@@ -110,7 +109,7 @@ class UptrainingSchedule:
         batches: Iterable[Batch] | None = None,
         options: DistillationOptions | None = None,
     ) -> "dict[str, Any] | None":
-        """Switch the model to the stage of step `step` if it is in another one; for training loops without Trainer.
+        """Switch the model to the stage of its next step if it is in another one; for training loops without Trainer.
 
         Call it once with `optimizer=None` before creating the optimizer and before loading a checkpoint, then before
         the forward pass of every optimizer step. Parameters that both stages share keep their values and their
@@ -118,13 +117,12 @@ class UptrainingSchedule:
         continue.
 
         A stage with "distill" is distilled in the call of its first step. In distributed training gradients are
-        averaged over all processes, each of which may give batches of its own. The global random states stay as they
-        are, so that a resumed training repeats the distillation bit for bit.
+        averaged over all processes, each of which may give batches of its own. The global random states stay.
 
         Args:
             model: a Transformers model, or its wrapper: PEFT, `torch.compile`, DistributedDataParallel.
             optimizer: the optimizer (or Accelerate's wrapper of it) of the model's parameters, or None.
-            step: the number of completed optimizer steps.
+            step: the number of completed optimizer steps. Without an optimizer, the stage is that of the last of them.
             batches: for stages with "distill", batches as for `hea.distill`, for example of the training set, which
                 must be the same whenever they are read; give them in every call with an optimizer.
             options: the learning rate of the distillation and others; the default suits most models.
@@ -139,15 +137,13 @@ class UptrainingSchedule:
                 in the first call, before anything changes. Or the stage computes all batches exactly.
             DivergedError: a loss of the distillation was not finite.
         """
-        if optimizer is not None and batches is None and (stages := self.distilled(step)):
-            raise UnsupportedAttentionError(
-                f"there are no batches to distill {', '.join(repr(stage.attention) for stage in stages)}: give them in "
-                "every call, with schedule.step(model, optimizer, step, batches=...)"
-            )
+        if optimizer is not None and (stages := self.distilled(step)):
+            check_distillation(stages, batches, options)
         # First the bare model, then its wrappers, which exist when training begins.
         if optimizer is None or step == 0:
             check_stages(model, self.stages)
-        stage = self.stages[self.index(step) if step else 0]
+        number = step if optimizer is not None else step - 1
+        stage = self.stages[self.index(number) if number > 0 else 0]
         return None if is_in_stage(model, stage) else switch_stage(model, optimizer, stage, step, batches, options)
 
 

@@ -163,13 +163,13 @@ def batch_stream(batches: Iterable[Batch], seed: int, num_steps: int) -> Iterato
     if isinstance(batches, Iterator):
         batches = list(islice(batches, num_steps))
     if isinstance(batches, Sequence):
-        _check_count(len(batches))
+        check_count(len(batches))
         yield from shuffled(batches, seed)
     while True:
         count = 0
         for count, batch in enumerate(batches, start=1):  # noqa: B007 (the number of the last one)
             yield batch
-        _check_count(count)
+        check_count(count)
 
 
 def shuffled(items: Sequence[Any], seed: int) -> Iterator[Any]:
@@ -180,7 +180,8 @@ def shuffled(items: Sequence[Any], seed: int) -> Iterator[Any]:
             yield items[index]
 
 
-def _check_count(count: int) -> None:
+def check_count(count: int) -> None:
+    """Refuse no batches at all, or only one."""
     if count < 2:
         raise UnsupportedAttentionError(
             f"there is {'a single' if count else 'no'} batch, and the learned parameters would fit one batch without "

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import operator
 import random
 import statistics
 import sys
@@ -30,7 +31,7 @@ from hf_efficient_attn.integration.models import Snapshot, attention_modules, co
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, method_of, settings_of
 from hf_efficient_attn.methods import MethodConfig, get_method, learns
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
-from hf_efficient_attn.training.steps import WINDOW, batch_stream, learned_parameters, unwrap, world_size
+from hf_efficient_attn.training.steps import WINDOW, batch_stream, check_count, learned_parameters, unwrap, world_size
 
 
 class Stage(NamedTuple):
@@ -80,21 +81,30 @@ def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = 
             )
 
 
+def check_distillation(
+    stages: Sequence[Stage], batches: Iterable[Batch] | None, options: DistillationOptions | None
+) -> None:
+    """Refuse batches and options that stages with "distill" cannot be distilled with, as far as this can be told."""
+    names = ", ".join(repr(stage.attention) for stage in stages)
+    if batches is None or isinstance(batches, Iterator) or (options and options.finetuning):
+        raise UnsupportedAttentionError(
+            f"to distill {names}, layer by layer, needs batches that a resumed training can read again: give a list or "
+            "a DataLoader, no iterator, in every call of schedule.step(model, optimizer, step, batches=...), and leave "
+            "out options.finetuning"
+        )
+    check_count(operator.length_hint(batches, 2))
+
+
 def stage_layouts(model: nn.Module, stages: Sequence[Stage]) -> list[dict[str, torch.Size]]:
     """Names and shapes of the parameters that attention methods would learn in each stage. The model is restored."""
     before, layouts = Snapshot(transformers_models(model)), []
     try:
         for stage in stages:
             convert(unwrap(model), stage.settings or stage.attention)
-            layouts.append(learned_layout(model))
+            layouts.append({name: p.shape for name, p in learned_parameters(model).items()})
     finally:
         before.restore()
     return layouts
-
-
-def learned_layout(model: nn.Module) -> dict[str, torch.Size]:
-    """Names and shapes of the parameters that attention methods learn now."""
-    return {name: p.shape for name, p in learned_parameters(model).items()}
 
 
 def switch_stage(
@@ -242,11 +252,6 @@ def _distill(
 
     `former` computes that attention, and has the parameters that stay as they are.
     """
-    if isinstance(batches, Iterator) or options.finetuning is not None:
-        raise UnsupportedAttentionError(
-            f"{stage.attention!r} is to be distilled, layer by layer, from batches that a resumed training can read "
-            "again: give a list or a DataLoader, no iterator, and leave out options.finetuning"
-        )
     # The generators from which data sets and collators draw depend on the seed only.
     with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
         stack.callback(random.setstate, random.getstate())

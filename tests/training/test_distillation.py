@@ -129,6 +129,8 @@ REFUSED = {
     "layer": ("linear", HEDGEHOG, 4, {"layers": [7]}, "no attention in layers"),
     "hyperparameter": ("linear", {"features": "hedgehog"}, 4, {}, "features"),
     "no logits": ("linear", HEDGEHOG, 4, {"options": LOGITS}, "has no logits: use target='hidden_states'"),
+    "weights of tables": ("linformer", {}, 4, {"loss": "weights"}, "what linformer learns .* use the loss 'output'"),
+    "convolved": ("nystromformer", {"conv_kernel_size": 3}, 4, {"loss": "both"}, "negative or change their sum"),
     "within the budget": ("linear", HEDGEHOG, 4, {}, "sequences are within the budget of the method"),
 }
 
@@ -289,6 +291,16 @@ def test_an_error_or_interruption_in_the_second_stage_keeps_the_last_state(rank,
     assert not all(torch.equal(p, before[name]) for name, p in after.items())
 
 
+@pytest.mark.parametrize("rank", [None, 2])
+def test_the_second_stage_is_without_dropout(rank):
+    models = [tiny_model("bert").train(is_training) for is_training in (False, True)]
+    for model in models:
+        options = DistillationOptions(finetuning=FinetuningOptions(steps=2, lora_rank=rank))
+        hea.distill(model, "linear", batches(), steps=2, options=options, **HEDGEHOG)
+    close(values(models[1]), values(models[0]), 0)
+    assert [model.embeddings.dropout.training for model in models] == [False, True]
+
+
 def test_the_course_of_the_learning_rates():
     """Constant, then falling linearly; in the second stage a warmup of a tenth of the steps, then a cosine."""
     rates = []
@@ -303,6 +315,6 @@ def test_the_course_of_the_learning_rates():
     for course in zip(*first, strict=True):  # of a parameter, whose rate depends on its numbers
         assert 0.1 * 0.03 <= course[0] <= 0.03
         assert course == pytest.approx([course[0] * x for x in (1, 1, 1, 1, 1, 0.75, 0.5, 0.25)])
-    shares = [0, 0.5, *(0.5 + 0.5 * math.cos(math.pi * step / 18) for step in range(18))]
+    shares = [0.5, 1, *(0.5 + 0.5 * math.cos(math.pi * step / 18) for step in range(18))]
     for course, rate in zip(zip(*second, strict=True), (3e-4, 2e-3), strict=True):
         assert course == pytest.approx([rate * x for x in shares])

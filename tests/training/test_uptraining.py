@@ -290,13 +290,29 @@ def test_weights_of_other_stages_are_refused(tmp_path):
     assert seen.names == ["flurka_performer", "flurka_linear", "flurka_linear"]
 
 
+def test_other_attention_than_at_the_checkpoint_is_refused(tmp_path):
+    """Where the weights do not tell it: other hyperparameters and seeds, and another method in the first stage."""
+    first, second = ("performer", 2, {"num_features": 8}), ("linear", None)
+    trainer_of(tmp_path, [first, second], steps=4, save_steps=1).train()
+    exact, drawn = ("sdpa", 2), ("performer", 2, {"num_features": 8, "seed": 1})
+    windowed = ("linear", None, {"window_size": 8})
+    for at, stages in [(1, [exact, second]), (1, [drawn, second]), (3, [first, windowed])]:
+        resume = str(tmp_path / f"checkpoint-{at}")
+        trainer = trainer_of(tmp_path, stages, steps=4)
+        refuses(f"step {at} was trained with .*resume with the stages", trainer.train, resume_from_checkpoint=resume)
+    trainer_of(tmp_path, [first, windowed], steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 @pytest.mark.parametrize(
-    "stages", [TWO, [("performer", 0.25), ("linear", 1.0)]], ids=["learned", "weights of any stage"]
+    ("stages", "model_init"),
+    [(TWO, None), ([("performer", 0.25), ("linear", 1.0)], None), ([TWO[0], ("linear", 1.0)], classifier)],
+    ids=["learned", "weights of any stage", "a model that Trainer makes"],
 )
-def test_best_model_is_in_its_own_stage(stages, tmp_path):
+def test_best_model_is_in_its_own_stage(stages, model_init, tmp_path):
     """The best step was not saved, and it is in a later stage than the best saved one."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
     trainer = trainer_of(tmp_path, stages, save_steps=2, metric_for_best_model="score", **options)
+    trainer.model_init = model_init and (lambda trial: model_init())
 
     def score(prediction) -> dict[str, float]:
         step = trainer.state.global_step
@@ -349,11 +365,19 @@ def test_distillation_is_a_part_of_a_stage():
     assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
 
 
-def take_step(step, given=None, options=None):
-    """A step of a custom training loop whose second stage is distilled."""
+def take_step(given=None, options=None):
+    """A step before the switch of a custom training loop whose second stage is distilled."""
     schedule, model = hea.UptrainingSchedule(DISTILLED), classifier()
     schedule.step(model, None, 0)
-    schedule.step(model, torch.optim.AdamW(model.parameters()), step, given, options)
+    schedule.step(model, torch.optim.AdamW(model.parameters()), 1, given, options)
+
+
+def train(given=None, options=None, data=None):
+    """A training whose second stage is distilled, which must not begin."""
+    model = classifier()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a step was taken"))
+    callback = hea.UptrainingCallback(DISTILLED, given, options)
+    trainer_of("nowhere", None, model, callbacks=[callback], data=data).train()
 
 
 FIXED = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
@@ -378,9 +402,11 @@ FINETUNING = DistillationOptions(finetuning=hea.training.FinetuningOptions(steps
             for steps in (-1, 0.5, True)
         ),
         ("'flurka_performer' has distill=5.* the stage before", lambda: trainer_of("nowhere", FIXED)),
-        ("no batches to distill 'flurka_linear'", lambda: take_step(1)),
-        ("no iterator", lambda: take_step(3, iter(batches()))),
-        (r"leave out options\.finetuning", lambda: take_step(3, batches(), FINETUNING)),
+        ("to distill 'flurka_linear', .* in every call", take_step),
+        ("no iterator", lambda: take_step(iter(batches()))),
+        (r"leave out options\.finetuning", lambda: take_step(batches(), FINETUNING)),
+        ("no iterator", lambda: train(iter(batches()))),
+        ("a single batch", lambda: train(data=samples(4))),
     ],
 )
 def test_impossible_distillations_are_refused(sentence, call, tmp_path, monkeypatch):
@@ -480,7 +506,7 @@ def test_custom_training_loop():
         """Train up to `steps`, from the step and the states that an interrupted training saved, if any."""
         first, *states = saved or (0,)
         model, schedule, records = classifier(first, **PLAIN), hea.UptrainingSchedule(DISTILLED), []
-        schedule.step(model, None, max(0, first - 1))
+        schedule.step(model, None, first)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for target, state in zip((model, optimizer), states, strict=False):
             target.load_state_dict(state)

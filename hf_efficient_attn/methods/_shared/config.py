@@ -62,6 +62,8 @@ class MethodConfig:
         mixes_queries: True if, in the bidirectional form, the output of one query depends on other queries, for example
             because they are sorted or averaged together. In the cross attention of a decoder this would leak later
             tokens to earlier ones, so such a method is not used there.
+        trains_on_weights: False if learned parameters can make attention weights negative or change their sum. Then
+            `hea.distill` refuses losses that compare weights.
         budget: names of hyperparameters that have a minimum, and the weights by which `with_budget` divides its columns
             over them. The last hyperparameter gets what rounding leaves.
         exact_budget: the hyperparameters whose sum is `exact_length`, unless the method defines that itself.
@@ -105,6 +107,7 @@ class MethodConfig:
     rectangular: ClassVar[bool]
     learned_parameters: ClassVar[tuple[str, ...]] = ()
     mixes_queries: ClassVar[bool] = True
+    trains_on_weights: ClassVar[bool] = True
     budget: ClassVar[tuple[tuple[str, int], ...]] = ()
     exact_budget: ClassVar[tuple[str, ...]] = ()
     decodes_exactly: ClassVar[bool] = False

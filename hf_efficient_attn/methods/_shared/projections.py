@@ -51,6 +51,7 @@ class ProjectionConfig(MethodConfig):
     causal = False
     rectangular = True
     learned_parameters: ClassVar[tuple[str, ...]] = NAMES
+    trains_on_weights = False
 
     projection_dim: int = option(256, "Contracted keys that each query attends to, P.", minimum=1, carried=True)
     max_length: int = option(
