@@ -128,7 +128,7 @@ class UptrainingCallback(TrainerCallback):
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
             schedule.step(model, None, state.global_step)
 
-    def _check_stage(self, state: TrainerState) -> None:
+    def _check_stage(self, state: Any) -> None:  # Transformers annotates `stateful_callbacks` as a list
         """Refuse stages and a number of steps by which the checkpoint would have other attention than it had."""
         stages, step = self.schedule.stages, state.global_step
         logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
@@ -142,7 +142,7 @@ class UptrainingCallback(TrainerCallback):
                 "training. To train longer, give the ends of the stages as numbers of steps"
             )
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
         """Switch before the first step of a stage."""
         given = kwargs["model"], kwargs["optimizer"], state.global_step
         record = self.schedule.step(*given, self._batches, self.distillation_options)
