@@ -37,14 +37,12 @@ def dots(target, names: str) -> str:
 NUMBERED = {"": "n01440764 n02012849"}
 LAYOUTS = {
     "classes": ("cat/a.jpg dog/b.png dog/c.JPEG", {"": "cat dog dog"}),
-    "one class": ("cat/a.jpg cat/b.jpg", {"": "cat cat"}),
     "splits": ("train/cat/a.jpg val/dog/b.jpg", {"train": "cat", "val": "dog"}),
     "one split": ("test/cat/a.jpg test/dog/b.jpg", {"test": "cat dog"}),
     "outer folder": ("set/train/cat/a.jpg set/train/dog/a.jpg", {"train": "cat dog"}),
     "outer folder of classes": ("set/cat/a.jpg set/dog/b.jpg", {"": "cat dog"}),
     "a class called test": ("cat/a.jpg test/b.jpg", {"": "cat test"}),
     "numbered": ("n01440764_tench.jpg n02012849-crane.jpg", NUMBERED),
-    "numbered in an outer folder": ("set/n01440764_a.jpg set/n02012849_b.jpg", NUMBERED),
     "numbered splits": ("train/n01440764_a.jpg val/n02012849.jpg", {"train": "n01440764", "val": "n02012849"}),
     "numbered classes": ("n01440764/n01440764_1.jpg n02012849/x.jpg", NUMBERED),
     "named classes": ("tench/n01440764_1.jpg crane/n02012849_1.jpg", {"": "crane tench"}),

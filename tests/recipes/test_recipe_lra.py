@@ -158,14 +158,6 @@ def test_missing_sources(task, tmp_path):
         refuses(re.escape(str(source)), getattr(data_of, f"load_{task}"), str(source), reading())
 
 
-def test_batches():
-    rows = list(reading().rows([(0, np.arange(3)), (1, np.arange(5))]))
-    batch = data_of.collate(rows)
-    assert batch["input_ids"].tolist() == [[2, 3, 4, 0, 0], [2, 3, 4, 5, 6]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5] and batch["labels"].tolist() == [0, 1]
-    assert "attention_mask" not in data_of.collate(rows[:1])
-
-
 @pytest.mark.parametrize("method", ["sdpa", "nystromformer", "linear"])
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_padding_does_not_change_outputs(method, pooling):

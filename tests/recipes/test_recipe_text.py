@@ -258,13 +258,6 @@ def test_books_model_copies_passages(data, tmp_path):
 # --- translation ---
 
 
-def test_number_words():
-    found = [(translation.english(number), translation.german(number)) for number in (0, 11, 21, 37, 80)]
-    assert found[:2] == [("zero", "null"), ("eleven", "elf")]
-    assert found[2:4] == [("twenty one", "ein und zwanzig"), ("thirty seven", "sieben und dreißig")]
-    assert found[4] == ("eighty", "achtzig")
-
-
 def sides(pairs) -> list[tuple[str, str]]:
     return list(zip(pairs["source"], pairs["target"], strict=True))
 
@@ -304,12 +297,6 @@ def test_hub_pairs(form, monkeypatch):
     monkeypatch.setattr(translation, "load_dataset", lambda *args, **kwargs: data)
     assert sides(translation.pairs_of_hub("x/y", None, "train", ("en", "de"))) == [("one", "eins")]
     refuses(r"no en and fr \(there are de, en\)", translation.pairs_of_hub, "x/y", None, "train", ("en", "fr"))
-
-
-def test_scores():
-    found = translation.scores(["drei und vierzig , elf", "neun"], ["drei und vierzig , elf", "zehn"])
-    assert found["exact_match"] == 0.5 and 0 < found["bleu"] < 100 and 0 < found["chrf"] < 100
-    assert translation.scores(["ein und zwanzig"], ["ein und zwanzig"])["chrf"] == pytest.approx(100)
 
 
 def test_translations_are_compared_with_their_own_references(here, tmp_path, monkeypatch):

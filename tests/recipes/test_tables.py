@@ -45,14 +45,12 @@ CASES = [
     ("sort", lambda: X.sort(-1), 0, 0, 32 * 16 * 4, 0),
     ("sort of columns", lambda: X.sort(dim=1, descending=True), 0, 0, 64 * 8 * 3, 0),
     ("stable sort", lambda: X.sort(dim=1, stable=True), 0, 0, 64 * 8 * 3, 0),
-    ("argsort", lambda: X.argsort(1), 0, 0, 64 * 8 * 3, 0),
     ("topk", lambda: X.topk(3), 0, 0, 32 * 16 * 4, 0),
     ("topk of columns", lambda: X.topk(3, 1), 0, 0, 64 * 8 * 3, 0),
     ("sort of one", lambda: X[..., :1].sort(-1), 0, 0, 0, 0),
     ("searchsorted", lambda: torch.searchsorted(torch.arange(7.0), X), 0, 0, 512 * 3, 0),
     ("bucketize", lambda: torch.bucketize(X, torch.arange(7.0)), 0, 0, 512 * 3, 0),
     ("gather", lambda: X.gather(1, INDEX[None, :, None].expand(4, 3, 16)), 0, 0, 0, 4 * 3 * 16),
-    ("take_along_dim", lambda: X.take_along_dim(INDEX[None, :, None], 1), 0, 0, 0, 4 * 3 * 16),
     ("index_select", lambda: X.index_select(2, INDEX), 0, 0, 0, 4 * 8 * 3),
     ("index", lambda: X[:, INDEX], 0, 0, 0, 4 * 3 * 16),
     ("index by pairs", lambda: X[INDEX[:, None], INDEX], 0, 0, 0, 3 * 3 * 16),
@@ -62,7 +60,6 @@ CASES = [
     ("index_fill", lambda: X.index_fill(1, INDEX, 0.0), 0, 0, 0, 4 * 3 * 16),
     ("index_fill_", lambda: X.clone().index_fill_(2, INDEX, 0.0), 0, 0, 0, 4 * 8 * 3),
     ("assignment", lambda: X.clone().__setitem__(INDEX, 0.0), 0, 0, 0, 3 * 8 * 16),
-    ("index_put_", lambda: X.clone().index_put_((INDEX,), torch.tensor(0.0)), 0, 0, 0, 3 * 8 * 16),
     ("sums and copies", lambda: (X.sum(1), X + X, X.clone(), X.cumsum(1), X.amax(1)), 0, 0, 0, 0),
 ]  # fmt: skip
 
