@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import gzip
 import itertools
 import json
 import math
@@ -546,10 +545,3 @@ def test_too_little_memory_is_one_line(made, text, monkeypatch, capsys):
     for error, given in ((MemoryError, torch.OutOfMemoryError("CUDA")), (RuntimeError, RuntimeError("shapes"))):
         with pytest.raises(error, match=r"give less|shapes"), timing.memory_errors("give less"):
             raise given
-
-
-def test_texts(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two", "more": 3}')
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three\r\nfour"))
-    assert reading.text_of(tmp_path / "a.jsonl") == "one\n\ntwo"
-    assert reading.text_of(tmp_path / "b.txt.gz") == "three\nfour"

@@ -40,10 +40,10 @@ def test_files_and_folders(tmp_path):
     for number in range(9):
         (tmp_path / "folder" / "inner" / f"{number}.txt").write_text(str(number) * 100)
     (tmp_path / "folder" / "notes.pdf").write_bytes(b"%PDF")
-    (tmp_path / "one.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": "two", "more": 3}')
     (tmp_path / "other").write_text("other")  # a file that is named may have any ending
     files = [tmp_path / name for name in ("folder", "one.jsonl", "other")]
     every = read_texts(files, 10, 100)
-    assert sorted(every) == sorted([*(str(number) * 100 for number in range(9)), "one", "other"])
+    assert sorted(every) == sorted([*(str(number) * 100 for number in range(9)), "one\n\ntwo", "other"])
     few = read_texts(files, 2, 3)
     assert few == every[: len(few)] and 3 <= len(few) < 6
