@@ -253,7 +253,6 @@ REFUSALS = [
     (r"none of the published \[128, 256, 512\]", BigGANConfig, {"output_dim": 64}),
     ("none of the 10 layers", BigGANConfig, {"attention_layer_position": 10}),
     ("take 16 channels and keep or halve them", BigGANConfig, {"layers": [[True, 8, 8]]}),
-    ("take 16 channels and keep or halve them", BigGANConfig, {"layers": [[True, 16, 4]]}),
     ("must end with 1 times", BigGANConfig, {"layers": [[True, 16, 8]], "attention_layer_position": 0}),
     ("doubles the resolution", BigGANConfig, {"layers": [[True, 16]]}),
     ("attention has 4 channels and needs 8", BigGANConfig, {"channel_width": 2}),
