@@ -299,6 +299,12 @@ def test_hub_pairs(form, monkeypatch):
     refuses(r"no en and fr \(there are de, en\)", translation.pairs_of_hub, "x/y", None, "train", ("en", "fr"))
 
 
+def test_scores():
+    found = translation.scores(["drei und vierzig , elf", "neun"], ["drei und vierzig , elf", "zehn"])
+    assert found["exact_match"] == 0.5 and 0 < found["bleu"] < 100 and 0 < found["chrf"] < 100
+    assert translation.scores(["ein und zwanzig"], ["ein und zwanzig"])["chrf"] == pytest.approx(100)
+
+
 def test_translations_are_compared_with_their_own_references(here, tmp_path, monkeypatch):
     """Of a model without errors, also where batches are grouped by length."""
     exact = lambda trainer, model, batch, *_, **__: (None, batch["labels"], batch["labels"])  # noqa: E731
