@@ -38,7 +38,6 @@ _ATTENTION_WORDS = (
     "indices",
 )  # fmt: skip
 _LOSS_WORDS = ("label", "loss", "target")
-# Inputs of a model that its layers hand on.
 _INPUTS = (
     "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
     "encoder_attention_mask", "input_ids", "token_type_ids",
@@ -95,11 +94,8 @@ def read_call(
         kwargs = {name: x for name, x in kwargs.items() if name not in packing.ARGUMENTS}
     refuse_arguments(name, kwargs)
     # What the mask says, else the call, else the module. Cross attention never is causal.
-    if mask.is_causal is not None:
-        is_causal = mask.is_causal
-    elif is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    is_causal = bool(is_causal) and not location.is_cross
+    said = (mask.is_causal, is_causal, getattr(module, "is_causal", True))
+    is_causal = not location.is_cross and bool(next((x for x in said if x is not None), False))
     dropout_p, seed = dropout if module.training else 0.0, settings.layer_seed(location.layer)
     return LayerCall(
         location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins, mask.filled, sinks
@@ -159,8 +155,7 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
             why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
             refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
         options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
-        stored = settings.settings_of(getattr(module, "config", None), name)
-        warn = functools.partial(settings.warn_beyond_calibration, stored)
+        warn = functools.partial(settings.warn_beyond_calibration, getattr(module, "config", None), name)
 
         def compute(tensors: packing.QueryKeyValue, key_mask: Tensor | None) -> Tensor:
             if method is None:

@@ -85,8 +85,7 @@ def _forward(
     if call.is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_tracing(method)
-    stored = settings.settings_of(module.config, str(name))
-    settings.warn_beyond_calibration(stored, hidden_states.shape[1], call.key_mask)
+    settings.warn_beyond_calibration(module.config, str(name), hidden_states.shape[1], call.key_mask)
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else call.seed

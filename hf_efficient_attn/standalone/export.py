@@ -92,8 +92,7 @@ def export_kernel(
             write_json(folder / "metadata.json", _metadata(name, backend, built))
         for file in ("build.toml", "README.md"):
             _write(draft, {file: _rendered(f"kernel_{file}.jinja", values)})
-    report = {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}"}
-    return report | {"backends": list(BACKENDS)}
+    return {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}", "backends": list(BACKENDS)}
 
 
 def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
