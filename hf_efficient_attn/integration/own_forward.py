@@ -43,7 +43,6 @@ def _bind(module: nn.Module) -> None:
 
 
 def _replicate(module: nn.Module) -> nn.Module:
-    """A replica of a module, with a forward that is bound to the replica."""
     replica: nn.Module = getattr(type(module), _REPLICATE)(module)
     if _is_bound(module):
         _bind(replica)

@@ -25,8 +25,6 @@ from hf_efficient_attn.integration.distance_bias import ARGUMENT, DistanceBias, 
 
 
 class _Attention(nn.Module):
-    """What the classes share."""
-
     config: PreTrainedConfig  # of the model; set by `adopt`
     is_causal = False
     _compute: Callable[..., tuple[Any, ...]]

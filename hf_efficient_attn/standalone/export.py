@@ -90,8 +90,7 @@ def export_kernel(
             folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": compatible}
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
-        for file in ("build.toml", "README.md"):
-            _write(draft, {file: _rendered(f"kernel_{file}.jinja", values)})
+        _write(draft, {file: _rendered(f"kernel_{file}.jinja", values) for file in ("build.toml", "README.md")})
     return {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}", "backends": list(BACKENDS)}
 
 
