@@ -48,7 +48,6 @@ _REPLACED = (
     "training_args.bin",
 )  # fmt: skip
 _DOWNLOADED = ["*.safetensors", "LICENSE*", "LICENCE*", "NOTICE*", *(f"*{suffix}" for suffix in _WANTED)]
-# Beginning of the folder of a model in the hub's cache.
 _CACHED = "models--"
 _NOT_DOWNLOADED = ["onnx/*", "openvino/*", "checkpoint-*/*", "runs/*"]
 # The file of a conversion with the origin of its checkpoint, and keys in it.

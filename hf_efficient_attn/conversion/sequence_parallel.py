@@ -76,7 +76,6 @@ def sequence_parallel(model: ModelT, mesh_or_group: Any) -> ModelT:
 
 
 def _reasons_against(model: PreTrainedModel) -> Iterator[str]:
-    """Why the sequences of a model cannot be divided."""
     layers = str(getattr(model.config, "layer_types", None))
     if any(settings.method_of(part.config) is None for part in models.models_in(model)):
         yield (
@@ -119,7 +118,6 @@ def _begin_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     tokens: Any = given["input_ids"] if given.get("input_ids") is not None else given.get("inputs_embeds")
     parallel.current = shards = _agree_on_shards(model, parallel.group, given, tokens)
     takes = inspect.signature(model.forward).parameters
-    kwargs = dict(kwargs)
     if "position_ids" in takes and given.get("position_ids") is None:
         own = torch.arange(shards.own.start, shards.own.stop, device=tokens.device)
         kwargs["position_ids"] = own.expand(tokens.shape[0], -1)

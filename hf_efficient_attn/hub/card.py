@@ -290,7 +290,6 @@ def _context(facts: Facts, title: str) -> dict[str, Any]:
 
 
 def _method(facts: Facts, part: str, settings: EfficientAttentionConfig, entry: Entry) -> dict[str, Any]:
-    """A method of the checkpoint with its layers and hyperparameters."""
     config, layers = entry.config, entry.layers
     numbers = range(0 if model_type(facts.architecture or "") else facts.layers or 0)
     if layers is None and facts.windowed and not part:

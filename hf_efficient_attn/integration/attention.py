@@ -38,7 +38,6 @@ _ATTENTION_WORDS = (
     "indices",
 )  # fmt: skip
 _LOSS_WORDS = ("label", "loss", "target")
-# Inputs of a model that its layers hand on.
 _INPUTS = (
     "position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "encoder_hidden_states",
     "encoder_attention_mask", "input_ids", "token_type_ids",
@@ -95,11 +94,8 @@ def read_call(
         kwargs = {name: x for name, x in kwargs.items() if name not in packing.ARGUMENTS}
     refuse_arguments(name, kwargs)
     # What the mask says, else the call, else the module. Cross attention never is causal.
-    if mask.is_causal is not None:
-        is_causal = mask.is_causal
-    elif is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    is_causal = bool(is_causal) and not location.is_cross
+    said = (mask.is_causal, is_causal, getattr(module, "is_causal", True))
+    is_causal = not location.is_cross and bool(next((x for x in said if x is not None), False))
     dropout_p, seed = dropout if module.training else 0.0, settings.layer_seed(location.layer)
     return LayerCall(
         location, mask.keys, is_causal, scale, dropout_p, seed, window, distance_bias, mask.begins, mask.filled, sinks
@@ -158,23 +154,14 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         if method is not None and call.is_causal and not method.causal:  # a switch could not or did not see this
             why = "its mask is causal, or its config was changed without hf_efficient_attn.convert(model, ...)"
             refusals.check_methods([method], is_causal=True, model=f"{call.location.name} ({why})")
-        options: dict[str, Any] = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p}
-        stored = settings.settings_of(getattr(module, "config", None), name)
-        warn = functools.partial(settings.warn_beyond_calibration, stored)
-
-        def compute(tensors: packing.QueryKeyValue, key_mask: Tensor | None) -> Tensor:
-            if method is None:
-                given = {**options, "distance_bias": call.distance_bias, "window": call.window, "sinks": call.sinks}
-                return exact_layer(*tensors, key_mask, **given)
-            warn(tensors[1].shape[2], key_mask)
-            return _attend_by_method(name, module, method, call._replace(key_mask=key_mask), tensors, cached)
-
+        compute = functools.partial(_compute, name, module, method, call, cached)
         if shards is not None:
             packing.refuse_begins("sequence parallelism", call.begins)
+            options = {"is_causal": call.is_causal, "scale": call.scale, "dropout_p": call.dropout_p, "seed": call.seed}
             if method is not None:
-                warn(shards.total, shards.key_mask)
+                settings.warn_beyond_calibration(getattr(module, "config", None), name, shards.total, shards.key_mask)
             parameters = {} if method is None else required_tensors(module, method, call.location.name)
-            out = shard_attention(method, tensors, shards, **options, seed=call.seed, parameters=parameters)
+            out = shard_attention(method, tensors, shards, **options, parameters=parameters)
         elif call.begins is not None:
             out = packing.attend_by_text(compute, tensors, call.begins)
         else:
@@ -252,29 +239,34 @@ def check_length_of_mask(name: str, layer: str, mask: Tensor | None, key: Tensor
     )
 
 
-def _attend_by_method(
+def _compute(
     name: str,
     module: nn.Module,
-    method: MethodConfig,
+    method: MethodConfig | None,
     call: LayerCall,
-    tensors: packing.QueryKeyValue,
     cached: MethodLayer | None,
+    tensors: packing.QueryKeyValue,
+    key_mask: Tensor | None,
 ) -> Tensor:
-    """The output (B, H, Nq, Dv) of a method for queries, keys and values, or that of a cache layer."""
+    """The output (B, H, Nq, Dv) for queries, keys and values: that of a method, of a cache layer, or exact."""
+    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p}
+    added: dict[str, Any] = {"distance_bias": call.distance_bias, "sinks": call.sinks}
+    if method is None:
+        given = {**options, **added, "window": call.window, "is_causal": call.is_causal}
+        return exact_layer(*tensors, key_mask, **given)
+    settings.warn_beyond_calibration(getattr(module, "config", None), name, tensors[1].shape[2], key_mask)
     num_heads = tensors[0].shape[1]
     parameters: Mapping[str, Tensor] = required_tensors(module, method, call.location.name)
     heads = head_slice_of(name, module, num_heads)
     if heads is not None:
         parameters = parameters_of_slice(method, parameters, heads, num_heads)
     # In training the global generators draw, so that gradient checkpointing draws the same again.
-    seed = None if module.training else call.seed
-    options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p, "seed": seed, "parameters": parameters}
-    added = {"distance_bias": call.distance_bias, "sinks": call.sinks}
+    options |= {"seed": None if module.training else call.seed, "parameters": parameters}
     options |= {name: x for name, x in added.items() if x is not None}
     if cached is not None:
-        return cached.attention(*tensors, call.key_mask, **options)
+        return cached.attention(*tensors, key_mask, **options)
     options |= {"is_causal": call.is_causal, "heads": heads}
-    return attention(method, *tensors, attention_mask=call.key_mask, **options)
+    return attention(method, *tensors, attention_mask=key_mask, **options)
 
 
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:

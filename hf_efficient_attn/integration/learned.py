@@ -38,13 +38,11 @@ class LearnedParameters(nn.Module):
         for name, value in start.items():
             setattr(self, name, nn.Parameter(value.detach().to(device, dtype, copy=True)))
 
-    def forward(self) -> dict[str, Tensor]:
-        """Return the parameters by name, as the functional form takes them."""
-        return self.tensors()
-
     def tensors(self) -> dict[str, Tensor]:
         """The parameters by name as they are stored, without running any hook."""
         return {name: getattr(self, name) for name in self.names}
+
+    forward = tensors
 
     def start_values(self) -> dict[str, Tensor]:
         """The values that a conversion starts from: float32, on the CPU whatever the default device is."""
@@ -142,10 +140,8 @@ def _sizes(found: models.AttentionModule, method: MethodConfig) -> dict[str, int
     max_length: int | None = 1
     # Tables that contract tokens are made for a length. Feature maps belong to heads, and fit any length.
     if parameter_shapes(method) != parameter_shapes(method, max_length=2):
-        max_length = getattr(method, "max_length", 0) or first(
-            "max_tokens", "max_position_embeddings", "n_positions", "max_source_positions"
-        )
-        max_length = max_length or _num_patches(config)
+        lengths = ("max_tokens", "max_position_embeddings", "n_positions", "max_source_positions")
+        max_length = getattr(method, "max_length", 0) or first(*lengths) or _num_patches(config)
     if not num_heads or not head_dim or not max_length:
         missing, instead = "number or the size of the heads", "use a method without learned parameters"
         if num_heads and head_dim:

@@ -88,17 +88,13 @@ def with_parts(configs: Sequence[PreTrainedConfig]) -> list[PreTrainedConfig]:
     return list({id(config): config for config in found}.values())
 
 
-def parts_with_parents(model: nn.Module) -> list[tuple[PreTrainedModel, PreTrainedModel]]:
-    """The parts of a model that have a config of their own, outermost first, each with the model that holds it."""
+def parts_of_own(model: nn.Module) -> list[tuple[PreTrainedModel, bool]]:
+    """The parts with a config of their own, outermost first, and whether they name another method than their holder."""
     parents: dict[PreTrainedModel, PreTrainedModel] = {}
     for parent in models_in(model):  # the innermost last, which replaces the others
         parents |= dict.fromkeys(models_in(parent)[1:], parent)
-    return [(part, parent) for part, parent in parents.items() if part.config is not parent.config]
-
-
-def names_method_itself(part: PreTrainedModel, parent: PreTrainedModel) -> bool:
-    """Whether a part names a method that it does not have from the model that holds it."""
-    return method_of(part.config) not in (None, method_of(parent.config))
+    pairs = [(part, part.config, parent.config) for part, parent in parents.items()]
+    return [(part, method_of(own) not in (None, method_of(outer))) for part, own, outer in pairs if own is not outer]
 
 
 def exact_name(parts: Iterable[PreTrainedModel]) -> str:
@@ -114,7 +110,7 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
     a part that names its method itself, they also count from that part, which may have been converted alone.
     """
     head = f"{getattr(model, 'base_model_prefix', '')}."
-    themselves = {part for part, parent in parts_with_parents(model) if names_method_itself(part, parent)}
+    themselves = {part for part, names_method in parts_of_own(model) if names_method}
     owners: dict[str, tuple[str, PreTrainedModel | None, str]] = {}
     found: list[AttentionModule] = []
     for path, module in model.named_modules():

@@ -186,9 +186,7 @@ class NearFarLayer(_Layer):
         """Keep as many columns as the fullest row needs, in the order of positions."""
         order = self.position.argsort(dim=1)[:, self.position.shape[1] - int(self.counts.max()) :]
         self.position = self.position.gather(1, order)
-        heads = order.repeat_interleave(self.keys.shape[1], 0)
-        kept = (take(x.flatten(0, 1), heads).unflatten(0, x.shape[:2]) for x in (self.keys, self.values))
-        self.keys, self.values = kept
+        self.keys, self.values = (_reordered(x, order) for x in (self.keys, self.values))
 
 
 class LookUpLayer(_Layer):

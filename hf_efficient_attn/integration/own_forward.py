@@ -43,7 +43,6 @@ def _bind(module: nn.Module) -> None:
 
 
 def _replicate(module: nn.Module) -> nn.Module:
-    """A replica of a module, with a forward that is bound to the replica."""
     replica: nn.Module = getattr(type(module), _REPLICATE)(module)
     if _is_bound(module):
         _bind(replica)
@@ -85,8 +84,7 @@ def _forward(
     if call.is_causal:
         return type(module).forward(module, hidden_states, attention_mask, **kwargs)
     refuse_tracing(method)
-    stored = settings.settings_of(module.config, str(name))
-    settings.warn_beyond_calibration(stored, hidden_states.shape[1], call.key_mask)
+    settings.warn_beyond_calibration(module.config, str(name), hidden_states.shape[1], call.key_mask)
     query = project(hidden_states).unflatten(2, (-1, head_dim)).transpose(1, 2)  # (B, H, Nq, D)
     # As in the attention function: in training from the global generators, otherwise by the layer alone.
     seed = draw_seed(query.device) if module.training else call.seed

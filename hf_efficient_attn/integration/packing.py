@@ -24,7 +24,6 @@ from hf_efficient_attn.ops.tracing import unwrapped
 
 # Arguments that tell where the texts of a packed row begin.
 ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
-# Queries, keys and values
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 _PAD = "pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening)"
 

@@ -25,8 +25,6 @@ from hf_efficient_attn.integration.distance_bias import ARGUMENT, DistanceBias, 
 
 
 class _Attention(nn.Module):
-    """What the classes share."""
-
     config: PreTrainedConfig  # of the model; set by `adopt`
     is_causal = False
     _compute: Callable[..., tuple[Any, ...]]
@@ -117,13 +115,11 @@ class MPNetEncoder(modeling_mpnet.MPNetEncoder):
 
     adds_distance_bias = True
     relative_attention_max_distance = 128  # the default of `relative_position_bucket`
+    _relative_position_bucket = staticmethod(modeling_mpnet.MPNetEncoder.relative_position_bucket)
 
     def compute_position_bias(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The bias of all layers."""
         return DistanceBias(self) if takes_bias(self) else super().compute_position_bias(x, *args, **kwargs)
-
-    def _relative_position_bucket(self, distance: Tensor) -> Tensor:
-        return self.relative_position_bucket(distance)
 
 
 class BloomAttention(_Attention, modeling_bloom.BloomAttention):

@@ -54,12 +54,12 @@ def parts_to_keep_exact(model: PreTrainedModel, modules: Sequence[models.Attenti
     itself, and is refused if it cannot run it.
     """
     kept = []
-    for part, parent in models.parts_with_parents(model):
+    for part, names_method in models.parts_of_own(model):
         name, inside = method_of(part.config), set(models.models_in(part))
         own = [found for found in modules if found.config is part.config]
         through = [found for found in own if models.uses_interface(type(found.module))]
         chosen = [found for found in own if found.chosen is not None]
-        if name is not None and models.names_method_itself(part, parent):
+        if name is not None and names_method:
             if not any(models.uses_interface(type(x.module)) for x in modules if x.owner in inside):
                 raise UnsupportedAttentionError(_no_interface(part, name))
         elif name is not None and own and not through:

@@ -247,8 +247,9 @@ def method_at(config: object, name: str | None, location: ModuleLocation) -> Met
 
 
 @replaced_in_graphs(nothing)
-def warn_beyond_calibration(settings: EfficientAttentionConfig, kv_len: int, key_mask: Tensor | None) -> None:
+def warn_beyond_calibration(config: object, name: str, kv_len: int, key_mask: Tensor | None) -> None:
     """Warn once for settings, outside of graphs, of a sequence longer than those that they were calibrated on."""
+    settings = settings_of(config, name)
     limit = settings.calibrated_length
     if limit is None or kv_len <= limit or "_warned" in vars(settings):
         return

@@ -274,7 +274,6 @@ def _initialize_weights(original: Any, self: PreTrainedModel, module: nn.Module,
 def _load_from_state_dict(
     original: Any, self: PreTrainedModel, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Refuse adapters whose learned parameters would be left out."""
     learned.refuse_lost_parameters(self, state_dict, prefix)
     original(self, state_dict, prefix, *args, **kwargs)
 

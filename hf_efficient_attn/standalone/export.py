@@ -90,10 +90,8 @@ def export_kernel(
             folder, built = draft / "build" / f"torch-{backend}", files | {f"{module}/__init__.py": compatible}
             _write(folder, built)
             write_json(folder / "metadata.json", _metadata(name, backend, built))
-        for file in ("build.toml", "README.md"):
-            _write(draft, {file: _rendered(f"kernel_{file}.jinja", values)})
-    report = {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}"}
-    return report | {"backends": list(BACKENDS)}
+        _write(draft, {file: _rendered(f"kernel_{file}.jinja", values) for file in ("build.toml", "README.md")})
+    return {"method": method, "output": str(place.path), "function": f"{repo_id}:{method}", "backends": list(BACKENDS)}
 
 
 def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
