@@ -25,15 +25,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from hf_efficient_attn.errors import UnsupportedAttentionError, shown
 from hf_efficient_attn.methods import MethodConfig, attention, learns, make_config
 from hf_efficient_attn.ops import tracing
-from hf_efficient_attn.sdpa.choice import SHORT, Choice, Chooser
+from hf_efficient_attn.sdpa.choice import SHORT, Chooser
 
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # The attribute in which the module that `torch.compile` returns holds the module that it was given.
 _COMPILED = "_orig_mod"
-_NO_CALL = (
-    "no call of scaled_dot_product_attention or nn.MultiheadAttention: the model has not run, or computes attention "
-    "itself (in timm, set TIMM_FUSED_ATTN=1 before the import)"
-)
 _FUNCTION = (
     "autograd has changed since the forward of the module began, as in gradient checkpointing of a function: "
     "checkpoint a module instead"
@@ -131,7 +127,10 @@ class SDPAReplacement(contextlib.AbstractContextManager["SDPAReplacement", None]
                 f"`hf-efficient-attn crossover --method {method}` measures, and a built-in estimate before. "
                 "Give min_length to replace shorter calls, too."
             )
-        return "\n".join(lines) or _NO_CALL
+        return "\n".join(lines) or (
+            "no call of scaled_dot_product_attention or nn.MultiheadAttention: the model has not run, or computes "
+            "attention itself (in timm, set TIMM_FUSED_ATTN=1 before the import)"
+        )
 
     def remove(self) -> None:
         """Make all attention of the model exact again."""
@@ -254,17 +253,6 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@tracing.replaced_in_graphs(lambda choice: choice)
-def _checked(choice: Choice) -> Choice:
-    """The choice for a call, or exact attention in a function that is checkpointed without its module.
-
-    The backward pass computes the function again when the module is not in its forward pass, and thus exactly.
-    """
-    if _running.modules[-1].autograd == _autograd():
-        return choice
-    return choice._replace(reason=choice.reason or _FUNCTION)
-
-
 def _attend(
     replacement: SDPAReplacement,
     query: Tensor,
@@ -278,9 +266,8 @@ def _attend(
 ) -> Tensor:
     """`scaled_dot_product_attention`, with tensors (B, H, N, D)."""
     tensors = query, key, value
-    choice = _checked(replacement.chooser.choose(tensors, attn_mask, dropout_p, is_causal, enable_gqa))
-    _count(replacement, query, key, choice.reason)
-    if choice.reason:
+    choice = replacement.chooser.choose(tensors, attn_mask, dropout_p, is_causal, enable_gqa)
+    if _count(replacement, query, key, choice.reason):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -295,10 +282,9 @@ def _multi_head(replacement: SDPAReplacement, *args: Any, **kwargs: Any) -> tupl
     call = _MULTI_HEAD.bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
-    choice = _checked(replacement.chooser.choose_multi_head(given))
+    choice = replacement.chooser.choose_multi_head(given)
     query, key, value = (given[x] for x in ("query", "key", "value"))
-    _count(replacement, query, key, choice.reason)
-    if choice.reason:
+    if _count(replacement, query, key, choice.reason):
         return F.multi_head_attention_forward(*args, **kwargs)
     weights = given["in_proj_weight"]
     weights = [given[f"{x}_proj_weight"] for x in "qkv"] if given["use_separate_proj_weight"] else weights.chunk(3)
@@ -326,12 +312,21 @@ def _record(replacement: str, name: str, outcome: str) -> None:
         traced.append((name, outcome))
 
 
-def _count_in_graph(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
+def _count_in_graph(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> str:
     _record(replacement.key, _running.modules[-1].name, _outcome(reason))
+    return reason
 
 
 @tracing.replaced_in_graphs(_count_in_graph)
-def _count(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> None:
+def _count(replacement: SDPAReplacement, query: Tensor, key: Tensor, reason: str) -> str:
+    """Count a call, and return why it stays exact, as it also does in a function that is checkpointed by itself.
+
+    The backward pass computes the function again when the module is not in its forward pass, and thus exactly.
+    """
+    module = _running.modules[-1]
+    if module.autograd != _autograd():
+        reason = reason or _FUNCTION
     tensors = {"query": query, "key": key}
     shapes = ", ".join(f"{name} {'nested' if x.is_nested else tuple(x.shape)}" for name, x in tensors.items())
-    replacement.counts[_running.modules[-1].name, shapes, _outcome(reason)] += 1
+    replacement.counts[module.name, shapes, _outcome(reason)] += 1
+    return reason
