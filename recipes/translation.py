@@ -287,7 +287,7 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
         compute_metrics=compute_metrics if args.predict_with_generate else None,
         callbacks=callbacks,
     )
-    # With group_by_length Trainer would evaluate in another order than that of the references.
+    # With group_by_length, Trainer would change the order of the sentences, and the references would not match them.
     trainer._get_eval_sampler = SequentialSampler
     extra = {
         "translation": dataclasses.asdict(options),

@@ -278,7 +278,8 @@ def layer_seed(layer: Layer | None) -> int:
 
 def of_layer(config: Any, module: object) -> Any:
     """The config of the layer of a module, if a config has values for single layers (Transformers 5.24)."""
-    layer, is_mixed = getattr(module, "layer_idx", None), getattr(config, "is_heterogeneous", False)
+    layer = getattr(module, "layer_idx", None)
+    is_mixed = getattr(config, "is_heterogeneous", False)
     return config.per_layer_config[layer] if is_mixed and isinstance(layer, int) else config
 
 

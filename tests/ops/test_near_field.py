@@ -87,7 +87,7 @@ def test_a_plan_counts_no_pair_twice_and_no_masked_key(near_field, length, mask,
 
 
 def test_hashed_keys_are_similar_to_their_queries():
-    """Those of a window are near by position: see test_analysis.py."""
+    """`test_analysis.py` checks the keys that a window selects."""
     (query, key, _), near, _ = plan()
     similar = torch.nn.functional.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
     assert similar[held_pairs(near, 90, 90)].mean() > similar.mean() + 0.15

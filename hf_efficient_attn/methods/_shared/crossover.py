@@ -127,13 +127,14 @@ def crossover_of(
 
 @functools.lru_cache(maxsize=256)
 def _find_row(method: str | MethodConfig, device: torch.device, key: str, num_threads: int) -> tuple[Crossover, float]:
-    """Find the lengths, and the cost of the method's hyperparameters relative to the one that the lengths stand for.
+    """Find the lengths of a method, and the cost of its hyperparameters relative to the measured ones.
 
-    Both are kept, because finding them takes as long as much of a short exact attention.
+    Both are cached, because the search takes a large part of the time of a short exact attention.
     """
     config = make_config(method)
     config = make_config(config.switches_to or config)
-    cost, table = config.relative_cost, _MEASURED[0](config.method, device) if _MEASURED else None
+    cost = config.relative_cost
+    table = _MEASURED[0](config.method, device) if _MEASURED else None
     if table is not None and key in table:  # with the default hyperparameters
         return table[key], cost / make_config(config.method).relative_cost
     # `cost` is that on processors.
