@@ -8,8 +8,8 @@ import inspect
 import math
 import pathlib
 import pydoc_data.topics
-from collections.abc import Callable, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,8 +32,8 @@ Files: TypeAlias = str | pathlib.Path | Sequence[pathlib.Path]
 GENERATED, DOCUMENTATION = "generated", "pydoc_data.topics"
 # In the inputs of a masked language model, one of this many tokens is masked.
 _MASK_INTERVAL = 7
-# Characters of a text that are tokenized per token that is needed: a token has about four.
-_CHARACTERS_PER_TOKEN = 16
+# Texts whose windows alternate, and characters that are tokenized at a time.
+_TEXTS, _PART = 64, 1 << 20
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
 _TOKENIZER_FILES = (
@@ -152,16 +152,16 @@ class ModelData:
                 f"{folder} contains no tokenizer, so that no text can be tokenized: add the tokenizer of the model"
             )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        texts = read_texts(files, self.longest, self.rows)
-        if not files:
-            # The longest topics first, so that an input contains few of them.
-            texts = ["\n\n".join(sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text)))]
+        # Of the documentation the longest topics first, so that an input contains few of them.
+        topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
+        texts = opened_texts(files) if files else iter(["\n\n".join(topics)])
 
         def encode(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
         self.special, self.mask_token = special_tokens(tokenizer), tokenizer.mask_token_id
-        self.token_ids = tokens_of(texts, encode, self.longest, self.rows)
+        windows = islice(windows_of(texts, encode, self.longest), self.rows)
+        self.token_ids = torch.tensor([*chain.from_iterable(windows)], dtype=torch.int64)
         count, num_special = len(self.token_ids), sum(map(len, self.special))
         if shorter and count:
             self.longest = min(self.longest, count + num_special)
@@ -278,35 +278,41 @@ def _side(size: Any) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def read_texts(files: Sequence[pathlib.Path], length: int, rows: int) -> list[str]:
-    """As many texts of files and folders as `rows` inputs of `length` tokens need, in an order drawn at random.
-
-    The order does not depend on how many are needed. A single file is read as it is.
-    """
-    paths, texts, characters = [path for file in files for path in texts_in(file)], list[str](), 0
+def opened_texts(files: Sequence[pathlib.Path]) -> Iterator[str]:
+    """The texts of files and folders in an order drawn at random, each read when it is needed."""
+    paths = [path for file in files for path in texts_in(file)]
     for index in torch.randperm(len(paths), generator=torch.Generator().manual_seed(0)).tolist():
-        texts.append(text_of(paths[index]))
-        characters += len(texts[-1])
-        if len(texts) >= rows and characters >= _CHARACTERS_PER_TOKEN * rows * length:
-            break
-    return texts
+        yield text_of(paths[index])
 
 
-def tokens_of(texts: Sequence[str], encode: Callable[[str], Sequence[int]], length: int, rows: int) -> Tensor:
-    """The tokens of some texts, int64 (N,), more than `rows` inputs of `length` tokens need if there are as many.
+def windows_of(texts: Iterable[str], encode: Callable[[str], Sequence[int]], length: int) -> Iterator[list[int]]:
+    """The tokens of some texts in windows of `length` tokens; the last window can be shorter.
 
-    The first inputs are the first `length` tokens of each text, then come the second ones, and so on. What is left at
-    the ends of the texts follows, so that many short texts make inputs, too.
+    From several texts at a time come the first windows, then the second ones, and so on. What is left at the ends of
+    these texts follows, so that many short texts make windows, too. Texts are read and tokenized as far as windows are
+    taken, and how many are taken changes none of them.
     """
-    # No text gives more characters than are needed, and long texts give equally many.
-    left, limit = _CHARACTERS_PER_TOKEN * rows * length, 0
-    for number, size in enumerate(sorted(map(len, texts))):
-        limit = min(size, -(-left // (len(texts) - number)))
-        left -= limit
-    encoded = [encode(text[:limit]) for text in texts]
-    if sum(map(len, encoded)) < rows * length and any(len(text) > limit for text in texts):
-        encoded = [encode(text) for text in texts]  # of tables and the like, whose tokens have more characters
-    whole = [[tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)] for tokens in encoded]
-    inputs = chain.from_iterable(zip_longest(*whole, fillvalue=()))
-    ends = (tokens[len(tokens) // length * length :] for tokens in encoded)
-    return torch.tensor([*chain.from_iterable(inputs), *chain.from_iterable(ends)], dtype=torch.int64)
+    waiting, ends = iter(texts), list[int]()
+
+    def windows(text: str) -> Iterator[list[int]]:
+        tokens: list[int] = []
+        for start in range(0, len(text), _PART):
+            tokens += encode(text[start : start + _PART])
+            whole = len(tokens) // length * length
+            yield from (tokens[i : i + length] for i in range(0, whole, length))
+            tokens = tokens[whole:]
+        ends.extend(tokens)
+
+    while opened := [windows(text) for text in islice(waiting, _TEXTS)]:
+        while opened:
+            for one in list(opened):
+                window = next(one, None)
+                if window is None:
+                    opened.remove(one)
+                else:
+                    yield window
+        whole = len(ends) // length * length
+        yield from (ends[i : i + length] for i in range(0, whole, length))
+        del ends[:whole]
+    if ends:
+        yield ends

@@ -1,8 +1,10 @@
 """Inputs from several texts."""
 
+from itertools import islice
+
 import pytest
 
-from hf_efficient_attn.evaluation.data import read_texts, tokens_of
+from hf_efficient_attn.evaluation.data import opened_texts, windows_of
 
 
 def letters(text):
@@ -11,28 +13,24 @@ def letters(text):
 
 
 @pytest.mark.parametrize(
-    ("texts", "length", "rows", "expected"),
+    ("texts", "length", "expected"),
     [
-        (["abcdefgh"], 3, 2, ["abc", "def"]),
-        (["abcdefgh"], 3, 3, ["abc", "def", "gh"]),
-        (["aaabbbccc", "123456"], 3, 5, ["aaa", "123", "bbb", "456", "ccc"]),
-        (["aaabbbc", "1", "xyz"], 3, 9, ["aaa", "xyz", "bbb", "c1"]),
-        (["a" * 500, "b" * 2, "c" * 500], 4, 8, ["aaaa", "cccc"] * 4),
+        (["abcdefgh"], 3, ["abc", "def", "gh"]),
+        (["aaabbbccc", "123456"], 3, ["aaa", "123", "bbb", "456", "ccc"]),
+        (["aaabbbc", "1", "xyz"], 3, ["aaa", "xyz", "bbb", "1c"]),
+        (["ab"] * 64 + ["xyz"], 3, [*["aba", "bab"] * 21, "xyz", "ab"]),
+        (["a" * (1 << 20), "b"], 1 << 19, ["a" * (1 << 19)] * 2 + ["b"]),
     ],
 )
-def test_inputs_come_from_all_texts_in_turn(texts, length, rows, expected):
-    tokens = "".join(map(chr, tokens_of(texts, letters, length, rows).tolist()))
-    assert [tokens[start : start + length] for start in range(0, len(tokens), length)][:rows] == expected
+def test_inputs_come_from_all_texts_in_turn(texts, length, expected):
+    assert ["".join(map(chr, window)) for window in windows_of(texts, letters, length)] == expected
 
 
-def test_no_more_is_tokenized_than_needed():
+def test_no_more_is_read_than_needed():
     read = []
-    tokens_of(["a" * 10_000, "b" * 10, "c" * 10_000], lambda text: read.append(text) or letters(text), 5, 4)
-    assert [len(text) for text in read] == [155, 10, 155]
-    tokens_of(["a" * 10_000], lambda text: read.append(text) or letters(text), 5, 4)
-    assert len(read[-1]) == 16 * 5 * 4
-    wide = f"a{' ' * 500}b"  # needs more
-    assert tokens_of([wide], lambda text: letters(text.replace(" ", "")), 2, 1).tolist() == letters("ab")
+    texts = ["a" * (1 << 21)] * 2 + [" " * (1 << 21)] * 62 + ["never read"]
+    few = islice(windows_of(texts, lambda text: read.append(len(text)) or letters(text.strip()), 5), 4)
+    assert len(list(few)) == 4 and read == [1 << 20] * 2 + [1 << 20] * 124
 
 
 def test_files_and_folders(tmp_path):
@@ -43,7 +41,5 @@ def test_files_and_folders(tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": "two", "more": 3}')
     (tmp_path / "other").write_text("other")  # a file that is named may have any ending
     files = [tmp_path / name for name in ("folder", "one.jsonl", "other")]
-    every = read_texts(files, 10, 100)
+    every = list(opened_texts(files))
     assert sorted(every) == sorted([*(str(number) * 100 for number in range(9)), "one\n\ntwo", "other"])
-    few = read_texts(files, 2, 3)
-    assert few == every[: len(few)] and 3 <= len(few) < 6
