@@ -1,9 +1,11 @@
-"""The error for everything that this package refuses to do."""
+"""The error for everything that this package refuses to do, and its warnings."""
 
 import contextlib
 import difflib
 import math
+import sys
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -33,6 +35,14 @@ def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
         raise
     except Exception as error:  # libraries raise errors of any type for files that they do not understand
         raise UnsupportedAttentionError(f"{what}: {clean(str(error), 400) or type(error).__name__}") from error
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of this package, Transformers and PyTorch that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in (__package__, "transformers", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 # Characters of a value in a message.

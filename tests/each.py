@@ -52,10 +52,11 @@ def refuses(
     *given: Any,
     error: type | tuple[type, ...] = hea.UnsupportedAttentionError,
     **named: Any,
-) -> None:
-    """Check that a call is refused with a message, or with any if it is None."""
-    with pytest.raises(error, match=message):
+) -> str:
+    """Check that a call is refused with a message, or with any if it is None; the whole message."""
+    with pytest.raises(error, match=message) as refusal:
         call(*given, **named)
+    return str(refusal.value)
 
 
 class Operators(TorchDispatchMode):

@@ -3,7 +3,6 @@
 import functools
 import logging
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown, warn
 from hf_efficient_attn.evaluation import capture, choices, timing
 from hf_efficient_attn.evaluation.defaults import Candidate, configs_of, make_candidates, refuse_short
 from hf_efficient_attn.integration.layers import Layer, in_order
@@ -134,11 +133,10 @@ def calibrate(
     settings = make_settings(chosen, max(tokens[layer] for layer in chosen))
     speed = measure_speed(model, longest_batch, settings)
     if not speed.is_gain:
-        warnings.warn(
+        warn(
             f"at {settings.calibrated_length} tokens this choice saves nothing: its attention is {speed.ratio:.2g} "
             f"times as fast as exact attention on this machine ({speed.ratio_min:.2g} to {speed.ratio_max:.2g} in "
-            f"{choices.ROUNDS} rounds). {HOW_TO_SAVE}",
-            stacklevel=2,
+            f"{choices.ROUNDS} rounds). {HOW_TO_SAVE}"
         )
     off = measure_output_error(model, longest_batch, settings)
     if off is not None:

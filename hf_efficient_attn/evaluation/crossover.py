@@ -8,7 +8,6 @@ import itertools
 import math
 import os
 import pathlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, warn
 from hf_efficient_attn.evaluation.timing import Work, processor_name, use_device
 from hf_efficient_attn.io.json import read_json_object, write_json
 from hf_efficient_attn.io.writing import replacing
@@ -167,10 +166,9 @@ def measured_table(method: str, device: torch.device) -> crossover.Table | None:
             raise ValueError(f"the lengths of {method} are damaged")
         return table
     except (ValueError, TypeError, AttributeError) as error:
-        warnings.warn(
+        warn(
             f"{path} holds no lengths that can be used ({error}), so that built-in lengths decide where {method} "
-            f"replaces exact attention. `{_COMMAND}` writes the file again",
-            stacklevel=2,
+            f"replaces exact attention. `{_COMMAND}` writes the file again"
         )
         return None
 

@@ -3,18 +3,17 @@
 What only a call shows is refused there, in `inputs` and `attention`.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_efficient_attn.errors import UnsupportedAttentionError
+from hf_efficient_attn.errors import UnsupportedAttentionError, warn
 from hf_efficient_attn.integration import distance_bias, model_kinds, models
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, in_order, names_of
 from hf_efficient_attn.integration.settings import EXACT, method_of, settings_of
-from hf_efficient_attn.methods import MethodConfig, get_method, methods_with
+from hf_efficient_attn.methods import MethodConfig, methods_with
 from hf_efficient_attn.ops.tracing import nothing, replaced_in_graphs
 
 # The attribute of an attention module whose exact cross attention has been warned of.
@@ -173,25 +172,32 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
 def _check_form(kind: str, found: models.AttentionModule, method: MethodConfig, advice: str) -> None:
     """Refuse a method without the form that a module needs, with some more advice on what to choose instead."""
     location, attention, is_causal = found.location, type(found.module), found.is_causal
+    is_rectangular = getattr(found.module, "is_rectangular", False)
     adds_bias = method.adds_distance_bias and (method.adds_causal_bias or not is_causal)
-    if not location.is_cross and distance_bias.has_distance_bias(attention) and not adds_bias:
+    has_bias = not location.is_cross and distance_bias.has_distance_bias(attention)
+    has_sinks = models.has_sinks(found.module)
+    facts = ["adds_causal_bias" if is_causal else "adds_distance_bias"] * has_bias + ["knows_lse"] * has_sinks
+    suitable = _suitable(is_causal, is_rectangular, facts)
+    if has_bias and not adds_bias:
         is_decoder = is_causal and method.adds_distance_bias
         raise UnsupportedAttentionError(
             f"{kind} adds a bias of relative positions to the scores of its attention "
             f"(in {attention.__name__} at {location.name}), which {method.method} cannot keep"
             f"{' in causal attention' if is_decoder else ''}: {f'{advice}, or ' if is_decoder and advice else ''}use "
-            f"{', '.join(methods_with('adds_causal_bias' if is_causal else 'adds_distance_bias'))} with default "
-            f"hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"{suitable} with default hyperparameters, or {_exact_for([found])}, or a model without it, such as BERT, "
+            "GPT-2 or Llama"
         )
-    if models.has_sinks(found.module) and not method.knows_lse:
-        suitable = [x for x in methods_with("knows_lse") if get_method(x).info.causal >= is_causal]
+    if has_sinks and not method.knows_lse:
         raise UnsupportedAttentionError(
             f"{kind} has attention sinks (in {attention.__name__} at {location.name}), which {method.method} cannot "
-            f"keep, because it does not know the sum of its weights: use {', '.join(suitable)}, or "
-            f"{_exact_for([found])}"
+            f"keep, because it does not know the sum of its weights: use {suitable}, or {_exact_for([found])}"
         )
-    is_rectangular = getattr(found.module, "is_rectangular", False)
-    check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice)
+    check_methods([method], is_causal, is_rectangular, model=f"{kind} (at {location.name})", advice=advice, facts=facts)
+
+
+def _suitable(is_causal: bool, is_rectangular: bool, facts: Iterable[str]) -> str:
+    """The names of the methods that suit a model, and for which `facts` hold."""
+    return ", ".join(methods_with(*["causal"] * is_causal, *["rectangular"] * is_rectangular, *facts))
 
 
 def check_methods(
@@ -201,21 +207,23 @@ def check_methods(
     *,
     model: str = "the model",
     advice: str = "",
+    facts: Iterable[str] = (),
 ) -> None:
-    """Refuse methods that do not suit a model, with the names of methods that do."""
+    """Refuse methods that do not suit a model, with the names of methods that do, and for which `facts` hold."""
+    suitable = _suitable(is_causal, is_rectangular, facts)
     for config in configs:
         name = config.method
         if is_causal and not config.causal:
             raise UnsupportedAttentionError(
                 f"{model} is a decoder and {name} has no causal form. Methods that have one: "
-                f"{', '.join(methods_with('causal'))}{advice and f'; or {advice}'}"
+                f"{suitable}{advice and f'; or {advice}'}"
             )
         if is_causal:
             config.check_causal()
         if is_rectangular and config.needs_square:
             raise UnsupportedAttentionError(
                 f"{model} has fewer keys than queries and {name} needs as many keys as queries. Methods that do not: "
-                f"{', '.join(methods_with('rectangular'))}"
+                f"{suitable}"
             )
 
 
@@ -235,6 +243,6 @@ def warn_of_exact_layers(reason: str, found: Iterable[tuple[nn.Module, ModuleLoc
     """Warn once per module that its attention stays exact. No warning is given while a graph is traced."""
     new = {location.name: module for module, location in found if not getattr(module, WARNED, False)}
     if new:
-        warnings.warn(f"{reason} {', '.join(new)}", stacklevel=2)
+        warn(f"{reason} {', '.join(new)}")
     for module in new.values():
         setattr(module, WARNED, True)

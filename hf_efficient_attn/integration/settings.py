@@ -4,7 +4,6 @@ Kernel repositories contain this module, so it does not import Transformers.
 """
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from hf_efficient_attn.errors import (
     check_positive,
     shown,
     unknown_name,
+    warn,
 )
 from hf_efficient_attn.integration.layers import Layer, ModuleLocation, check_layer, in_order, is_selected
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, make_config
@@ -257,11 +257,10 @@ def warn_beyond_calibration(config: object, name: str, kv_len: int, key_mask: Te
     longest = kv_len if key_mask is None else int(key_mask.sum(1).max())
     if longest > limit:
         object.__setattr__(settings, "_warned", True)
-        warnings.warn(
+        warn(
             f"a sequence has {longest} tokens, but the attention of this model was calibrated on sequences of up to "
             f"{limit} tokens, and its errors grow with the length: calibrate it again with sequences as long as those "
-            "it is used on (hea.calibrate, or hf-efficient-attn analyze --length)",
-            stacklevel=2,
+            "it is used on (hea.calibrate, or hf-efficient-attn analyze --length)"
         )
 
 

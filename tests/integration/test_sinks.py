@@ -161,5 +161,7 @@ def test_what_cannot_keep_sinks_is_refused():
     refuses("sinks must be a tensor", hea.attention, "nearfar", *tensors, sinks=[0.0, 0.0, 0.0])
     words = "attention sinks .in GptOssAttention at layers.1.self_attn., which linear cannot.* use auto, .*'eager'$"
     refuses(words, hea.convert, model, "linear")
-    refuses("wildcat has no causal form", hea.convert, model, "wildcat")
+    suggested = refuses("wildcat has no causal form.*have one: auto", hea.convert, model, "wildcat").rpartition(": ")[2]
     assert model.config._attn_implementation == "eager"
+    for name in suggested.split(", "):
+        hea.convert(model, name)

@@ -327,7 +327,7 @@ def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, 
             refuse(f"distance_bias must be ({num_heads}, 2R + 1); got {tuple(bias.shape)}", config)
     sinks = arguments.sinks
     if sinks is not None and not config.knows_lse:
-        can = ", ".join(methods_with("knows_lse"))
+        can = ", ".join(methods_with("knows_lse", *["causal"] * arguments.is_causal))
         refuse(f"it does not know the sum of its weights, to which sinks are added. Methods that do: {can}", config)
     if sinks is not None and (sinks.shape != (num_heads,) or bias is not None):
         refuse(f"sinks must be ({num_heads},), without a distance_bias; got {tuple(sinks.shape)}", config)

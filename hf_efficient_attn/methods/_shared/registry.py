@@ -243,9 +243,9 @@ def available_methods() -> tuple[str, ...]:
     return tuple(METHODS)
 
 
-def methods_with(fact: str) -> list[str]:
-    """Return the names of the methods for which a fact holds, such as "causal", with their default hyperparameters."""
-    return [name for name, method in METHODS.items() if getattr(method.default, fact)]
+def methods_with(*facts: str) -> list[str]:
+    """Return the names of the methods for which facts hold, such as "causal", with their default hyperparameters."""
+    return [name for name, method in METHODS.items() if all(getattr(method.default, fact) for fact in facts)]
 
 
 def get_method(name: str) -> Method:

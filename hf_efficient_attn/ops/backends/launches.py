@@ -9,12 +9,13 @@ kernels run on the CPU.
 import importlib.util
 import os
 import threading
-import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hf_efficient_attn.errors import warn
 
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None
 # Kernels hold at most this many numbers of a query, key or value.
@@ -131,10 +132,9 @@ def passes_check(name: str, device: torch.device, form: Hashable, check: Callabl
                 _results[key] = True
             except Exception as error:  # noqa: BLE001 (whatever a compiler or a driver raises)
                 _results[key] = False
-                warnings.warn(
+                warn(
                     f"the Triton kernels for {name} are left out on {device}, and other kernels compute their calls, "
-                    f"since their check failed for {form}: {type(error).__name__}: {error}",
-                    stacklevel=2,
+                    f"since their check failed for {form}: {type(error).__name__}: {error}"
                 )
     return _results[key]
 
