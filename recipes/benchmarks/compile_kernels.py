@@ -129,7 +129,7 @@ def _of_clusters(dtype: torch.dtype, dim: int) -> None:
     blocks = [torch.empty(16, 7, dim, device="meta") for _ in range(2)]
     sizes = torch.empty(2, 2, dtype=torch.int32, device="meta")
     rule = ClusterRule(4, 0.25, 2.0, 1e-3, 6.0, 48, 0.005)
-    call = ClusterCall(*tensors, members, *blocks, sizes, 128, ((128, 32), (512, 32)), rule)
+    call = ClusterCall(*tensors, members, *blocks, sizes, 128, ((128, 32), (512, 32)), rule, 0.1)
     CLUSTER_BACKENDS[0].attend(call)
 
 

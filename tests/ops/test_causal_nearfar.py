@@ -117,6 +117,14 @@ def test_gradients_are_finite_where_nothing_but_a_chosen_cluster_counts(dtype, f
     assert all(x.isfinite().all() for x in (out, *gradients))
 
 
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_chooses_the_same_whatever_the_scale(dim, dtype):
+    given = [numbers(2, 600, dim, seed=i).to(dtype) for i in range(3)]
+    found, expected = (causal(*(x.to(t) for x in given), 16, scale=3 * dim**-0.5) for t in (dtype, torch.float64))
+    assert relative_error(found, expected) < 2 * torch.finfo(dtype).eps
+
+
 def of_kernels(length=300, dims=(16, 16), dtype=torch.float32):
     """Query, key and value that have peaked weights, so that queries choose different clusters."""
     return [(2.0 * numbers(2, length, n, seed=i)).to(DEVICE, dtype) for i, n in enumerate((dims[0], *dims))]

@@ -160,16 +160,17 @@ class ClusterRule(NamedTuple):
 class ClusterCall(NamedTuple):
     """Causal attention to near keys, landmarks of clusters, and clusters that each query chooses."""
 
-    query: Tensor  # (BH, N, D), times the scale
+    query: Tensor  # (BH, N, D)
     key: Tensor  # (BH, N, D)
     value: Tensor  # (BH, N, Dv)
     members: Tensor  # int32 or int64 (BH, S), the keys of one cluster after another, of one level after another
-    block_mean: Tensor  # (BH, T, D), the mean query of each block that has ended, in the accumulation dtype
-    block_root: Tensor  # (BH, T, D), the root of the mean of the squares of its queries
+    block_mean: Tensor  # (BH, T, D), the mean query of each block that has ended, times the scale, like the next one
+    block_root: Tensor  # (BH, T, D), the root of the mean of the squares of its queries; in the accumulation dtype
     sizes: Tensor  # int32 (E, 2), `levels`
     block_size: int  # tokens of a block
     levels: tuple[tuple[int, int], ...]  # tokens of a chunk and of a cluster of each level
     rule: ClusterRule
+    scale: float
     first_query: int = 0  # outputs of queries before this one may be anything finite
 
 

@@ -46,12 +46,12 @@ def check(call: ClusterCall, plain: Callable[[ClusterCall], Partial]) -> None:
         launches.numbers((2, length, x.shape[2]), device, x.dtype, phase)
         for x, phase in zip(call[:3], (1.0, 1.0, 2.0), strict=True)
     )
-    query = query * (4.0 / query.shape[2])
+    scale = 4.0 / query.shape[2]
     members = torch.cat([torch.arange(length // chunk * chunk, device=device).flip(0) for chunk, _ in levels])
     sizes = torch.tensor(levels, dtype=torch.int32, device=device)
     blocks = query[:, : length // block * block].double().unflatten(1, (-1, block))
-    means = blocks.mean(2).float(), blocks.square().mean(2).sqrt().float()
-    small = ClusterCall(query, key, value, members.repeat(2, 1), *means, sizes, block, levels, call.rule)
+    means = blocks.mean(2).float() * scale, blocks.square().mean(2).sqrt().float() * scale
+    small = ClusterCall(query, key, value, members.repeat(2, 1), *means, sizes, block, levels, call.rule, scale)
     exact: list[Any] = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in small]
     for x, y in zip(_attend(small), plain(ClusterCall(*exact)), strict=True):
         # A rounded score may change a choice, which is no fault. So the error is that of all queries together.
@@ -92,6 +92,7 @@ def _attend(call: ClusterCall) -> Partial:
     lse = new(heads, length, dtype=torch.float32, device=value.device)
     arguments = shared | {name: rule[name] for name in ("base", "most", "least")} | {
         "query": query, "out": out, "lse": lse, "num_blocks": num_blocks, "first_block": first_block, "chunks": chunks,
+        "scale": call.scale,
     }  # fmt: skip
     constants = dims | launches.sizes(head_dim, value_dim, tile)
     constants |= {"BLOCK_C": _LANDMARKS, "PRECISION": launches.float32_precision()}

@@ -119,7 +119,7 @@ def cluster_landmarks(
 
 @triton.jit
 def _landmark_scores(
-    queries, center, log_weight, margin, head, clusters, at, high, DIM: tl.constexpr, PADDED: tl.constexpr,
+    queries, scale, center, log_weight, margin, head, clusters, at, high, DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute scores of landmarks (BLOCK_M, BLOCK_C), and these plus the margins, as exponents of two."""
@@ -129,13 +129,13 @@ def _landmark_scores(
     weight = tl.load(log_weight + own, mask=seen, other=float("-inf"))
     missed = tl.load(margin + own, mask=seen, other=0.0)
     centers = _load_rows(center, own, seen, DIM, PADDED)
-    score = (_dot(queries, tl.trans(centers), PRECISION) + weight[None, :]) * _LOG2_E
+    score = (_dot(queries, tl.trans(centers), PRECISION) * scale + weight[None, :]) * _LOG2_E
     return column, own, seen, score, score + missed[None, :] * _LOG2_E
 
 
 @triton.jit
 def _attend_to_near_keys(
-    queries, position, key, value, row, past, last, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    queries, scale, position, key, value, row, past, last, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def _attend_to_near_keys(
         own = at + tl.arange(0, BLOCK_N)
         keys = _load_rows(key, row + own, own < last, DIM, PADDED)
         values = _load_rows(value, row + own, own < last, VALUE_DIM, PADDED_V)
-        score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
+        score = _dot(queries, tl.trans(keys), PRECISION) * (scale * _LOG2_E)
         score = tl.where(own[None, :] <= position[:, None], score, float("-inf"))
         row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
     return row_max, total, sums
@@ -155,7 +155,7 @@ def _attend_to_near_keys(
 
 @triton.jit
 def _log_of_bounds(
-    queries, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base,
+    queries, scale, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add up what all landmarks that queries see may miss, and near keys: logs to the base of two (BLOCK_M,)."""
@@ -167,8 +167,8 @@ def _log_of_bounds(
         ended = past // chunk
         for at in range(low + ended // base * base * (chunk // size), low + ended * (chunk // size), BLOCK_C):
             _, _, _, _, bound = _landmark_scores(
-                queries, center, log_weight, margin, head, clusters, at, low + ended * (chunk // size), DIM, PADDED,
-                BLOCK_C, PRECISION,
+                queries, scale, center, log_weight, margin, head, clusters, at, low + ended * (chunk // size), DIM,
+                PADDED, BLOCK_C, PRECISION,
             )  # fmt: skip
             new_largest = tl.maximum(largest, tl.max(bound, 1))
             total = total * tl.exp2(largest - new_largest) + tl.sum(tl.exp2(bound - new_largest[:, None]), 1)
@@ -179,7 +179,7 @@ def _log_of_bounds(
 
 @triton.jit
 def _attend_to_cluster(
-    queries, uses, members, first, size, key, value, row, row_max, total, sums, DIM: tl.constexpr,
+    queries, scale, uses, members, first, size, key, value, row, row_max, total, sums, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def _attend_to_cluster(
         rows, exists = _rows_of_members(members, first, some, size, row, BLOCK_L)
         keys = _load_rows(key, rows, exists, DIM, PADDED)
         values = _load_rows(value, rows, exists, VALUE_DIM, PADDED_V)
-        score = _dot(queries, tl.trans(keys), PRECISION) * _LOG2_E
+        score = _dot(queries, tl.trans(keys), PRECISION) * (scale * _LOG2_E)
         score = tl.where(uses[:, None] & exists[None, :], score, float("-inf"))
         row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
     return row_max, total, sums
@@ -197,7 +197,7 @@ def _attend_to_cluster(
 @triton.jit(do_not_specialize=_SIZES)
 def cluster_attention(
     query, key, value, members, center, mean, log_weight, margin, out, lse, length, clusters, num_members, num_blocks,
-    block_size, levels, num_levels, base, first_block, chunks, most, least, DIM: tl.constexpr,
+    block_size, levels, num_levels, base, first_block, chunks, scale, most, least, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -214,12 +214,12 @@ def cluster_attention(
     queries = _load_rows(query, row + position, exists, DIM, PADDED).to(key.dtype.element_ty)
     past = tl.maximum(block - 1, 0) * block_size  # the first near key
     row_max, total, sums = _attend_to_near_keys(
-        queries, position, key, value, row, past, last, DIM, VALUE_DIM, PADDED, PADDED_V,
+        queries, scale, position, key, value, row, past, last, DIM, VALUE_DIM, PADDED, PADDED_V,
         BLOCK_M, BLOCK_N, PRECISION,
     )  # fmt: skip
     near = row_max + tl.log2(total)
     bounds = _log_of_bounds(
-        queries, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base, DIM,
+        queries, scale, near, center, log_weight, margin, head, length, clusters, past, levels, num_levels, base, DIM,
         PADDED, BLOCK_M, BLOCK_C, PRECISION,
     )  # fmt: skip
     least_bound = bounds + tl.log2(tl.maximum((1.0 - tl.exp2(near - bounds)) / most, least))
@@ -231,7 +231,7 @@ def cluster_attention(
         high = low + ended * (chunk // size)
         for at in range(low + ended // base * base * (chunk // size), high, BLOCK_C):
             column, own, seen, score, bound = _landmark_scores(
-                queries, center, log_weight, margin, head, clusters, at, high, DIM, PADDED, BLOCK_C,
+                queries, scale, center, log_weight, margin, head, clusters, at, high, DIM, PADDED, BLOCK_C,
                 PRECISION,
             )  # fmt: skip
             chosen = (bound > least_bound[:, None]) & exists[:, None]
@@ -245,8 +245,8 @@ def cluster_attention(
                 left = tl.where(is_own, 0, left)
                 uses = tl.max(tl.where(is_own[None, :], chosen.to(tl.int32), 0), 1) > 0  # (BLOCK_M,)
                 row_max, total, sums = _attend_to_cluster(
-                    queries, uses, members, begin + (cluster - low) * size, size, key, value, row, row_max, total, sums,
-                    DIM, VALUE_DIM, PADDED, PADDED_V, BLOCK_L, PRECISION,
+                    queries, scale, uses, members, begin + (cluster - low) * size, size, key, value, row, row_max,
+                    total, sums, DIM, VALUE_DIM, PADDED, PADDED_V, BLOCK_L, PRECISION,
                 )  # fmt: skip
         low += length // chunk * (chunk // size)
         begin += length // chunk * chunk

@@ -23,7 +23,7 @@ from torch.nn.functional import dropout, pad
 from hf_efficient_attn.ops.attend import Partial, attend, merge, output_of
 from hf_efficient_attn.ops.backends import CLUSTER_BACKENDS
 from hf_efficient_attn.ops.backends.backend import ClusterCall, ClusterRule
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, runs_block_kernels
+from hf_efficient_attn.ops.backends.devices import runs_block_kernels
 from hf_efficient_attn.ops.exact import dense_softmax, mask_bias
 from hf_efficient_attn.ops.index import ceil_div, constant, pad_to_blocks, take
 from hf_efficient_attn.ops.nearfar.chunks import (
@@ -73,15 +73,13 @@ def causal_nearfar_attention(query: Tensor, key: Tensor, value: Tensor, options:
     levels = levels_of(query.shape[1], options)
 
     def some_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query = query * options.scale
         if not levels:
-            near = _window(query, key, value, options.block_size, options.first_query, options.dropout_p)
-            return output_of(near, options.with_lse)
+            return output_of(_window(query, key, value, options), options.with_lse)
         index = cluster_index(query, key, levels)
-        blocks = query_blocks(query, options.block_size)
+        blocks = query_blocks(query, options.block_size, options.scale)
         given = query, key, value, index, *blocks, level_sizes(levels, query.device)
         rule = ClusterRule(BASE, WEIGHTED, GROWTH, LEAST_SPREAD, LARGEST_SPREAD, MOST, _LEAST)
-        call = ClusterCall(*given, options.block_size, levels, rule, options.first_query)
+        call = ClusterCall(*given, options.block_size, levels, rule, options.scale, options.first_query)
         return output_of(_attend(call, options.dropout_p), options.with_lse)
 
     size = slice_size(query.shape[1] * max(query.shape[2], value.shape[2]), query.device)
@@ -101,14 +99,15 @@ def _plain(call: ClusterCall, dropout_p: float = 0.0) -> Partial:
     """Compute a call by PyTorch's operations."""
     query, key, value = call[:3]
     levels = tuple(Level(*level) for level in call.levels)
-    near = _window(query, key, value, call.block_size, call.first_query, dropout_p)
+    options = CausalNearFarOptions(call.block_size, levels[0].leaf, call.scale, dropout_p, first_query=call.first_query)
+    near = _window(query, key, value, options)
     blocks = QueryBlocks(call.block_mean, call.block_root)
     members = members_of(call.members, query.shape[1], levels)
     past = []
     for _, same in itertools.groupby(zip(levels, members, strict=True), lambda pair: pair[0].leaf):
         equal, own = zip(*same, strict=True)
         past.append(make_clusters(key, value, equal, own, blocks, call.block_size))
-    exact_query = query.to(near.lse.dtype)
+    exact_query = query.to(near.lse.dtype) * call.scale
     center, bias, mean = (torch.cat(x, 1) for x in zip(*(clusters.columns for clusters in past), strict=True))
     last = (0, 0, 0, 1)  # a landmark without weight
     table = Columns(pad(center, last), pad(bias, last, value=-torch.inf), pad(mean, last))
@@ -116,18 +115,18 @@ def _plain(call: ClusterCall, dropout_p: float = 0.0) -> Partial:
     parts = [far, near]  # the result has the dtype of the first
     start = 0
     for clusters in past:
-        parts.append(attend_to_pairs(query, clusters, pairs.of(start, clusters.key.shape[1]), dropout_p))
+        parts.append(attend_to_pairs(query, clusters, pairs.of(start, clusters.key.shape[1]), call.scale, dropout_p))
         start += clusters.key.shape[1]
     return merge(*parts)
 
 
-def _window(query: Tensor, key: Tensor, value: Tensor, block_size: int, first_query: int, dropout_p: float) -> Partial:
+def _window(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOptions) -> Partial:
     """Compute attention of queries (BH, N, D) to their own block and the block before it."""
     length = query.shape[1]
-    size = min(block_size, length)
+    size = min(options.block_size, length)
     block = torch.ones(size, size, dtype=torch.bool, device=query.device)
-    call: dict[str, Any] = {"scale": 1.0, "dropout_p": dropout_p}
-    skipped = first_query // size * size
+    call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
+    skipped = options.first_query // size * size
     parts = []
     if not skipped:
         own_query, own_key, own_value = (x[:, None, :size] for x in (query, key, value))
@@ -267,12 +266,11 @@ def causal_nearfar_naive(query: Tensor, key: Tensor, value: Tensor, options: Cau
 
     It makes the same choices: (BH, N, D), (BH, N, D), (BH, N, Dv) -> float64 (BH, N, Dv).
     """
-    query = query.to(accumulation_dtype(query.dtype)) * options.scale
     levels = levels_of(query.shape[1], options)
     index = []
     if levels:
         index = members_of(cluster_index(query, key, levels), query.shape[1], levels)
-    heads = zip(query.double(), key.double(), value.double(), strict=True)
+    heads = zip(query.double() * options.scale, key.double(), value.double(), strict=True)
     outs = []
     for head, (q, k, v) in enumerate(heads):
         outs.append(_naive_head(q, k, v, levels, [x[head] for x in index], options))

@@ -104,12 +104,12 @@ class QueryBlocks(NamedTuple):
     size: Tensor  # (BH, T, D), the root of the mean of the squares of its queries
 
 
-def query_blocks(query: Tensor, block_size: int) -> QueryBlocks:
-    """Return the means of the blocks of queries (BH, N, D), which are times the scale, that have ended."""
+def query_blocks(query: Tensor, block_size: int, scale: float) -> QueryBlocks:
+    """Return the means of the blocks of queries (BH, N, D), times the scale, that have ended."""
     dtype = accumulation_dtype(query.dtype)
     blocks = query[:, : query.shape[1] // block_size * block_size].unflatten(1, (-1, block_size))
     norm = torch.linalg.vector_norm(blocks.detach(), dim=2, dtype=dtype)  # (BH, T, D)
-    return QueryBlocks(blocks.mean(2, dtype=dtype), norm * block_size**-0.5)
+    return QueryBlocks(blocks.mean(2, dtype=dtype) * scale, norm * (abs(scale) * block_size**-0.5))
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
     key: Tensor  # (B, H_kv, L, D), the keys of a row, and then room for more
     value: Tensor  # (B, H_kv, L, Dv)
-    query: Tensor  # (B, H, block, D), the queries of the block that has not ended, times the scale
+    query: Tensor  # (B, H, block, D), the queries of the block that has not ended
     spaced: Tensor  # (B, H, block, D), evenly spaced queries of the first chunk of the next level
     directions: Tensor  # (B, H, D, F), of the last level with a chunk that has ended
     landmarks: Tensor  # (B, H, G, D + 1 + Dv + 1), the three tensors of `Columns`
@@ -113,7 +113,6 @@ def add_tokens(
         What is kept then, and outputs and their lse, (B, H, N, Dv + 1) in the accumulation dtype, or without tokens.
     """
     query, key, value = tensors
-    query = query * options.scale
     size = options.block_size
     kept = kept._replace(key=_extended(kept.key, key, counts, added), value=_extended(kept.value, value, counts, added))
     out = kept.landmarks.new_zeros(*query.shape[:2], query.shape[2] if attends else 0, value.shape[3] + 1)
@@ -195,11 +194,13 @@ def _end_block(kept: Kept, rows: Tensor, block: int, last: int, options: CausalN
         chunk = (block + 1) // BASE**index - 1
         is_seen = chunk % BASE < BASE - 1 and (last - 1) // BASE**index < chunk // BASE * BASE + BASE
         if (block + 1) % BASE**index == 0 and is_seen:
-            kept = _end_chunk(kept, rows, chunk, _places(options)[(BASE - 1) * index + chunk % BASE], query)
+            kept = _end_chunk(
+                kept, rows, chunk, _places(options)[(BASE - 1) * index + chunk % BASE], query, options.scale
+            )
     return kept
 
 
-def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tensor) -> Kept:
+def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tensor, scale: float) -> Kept:
     """Make the clusters of a chunk that has ended in some rows, for the queries (R, H, block, D) of its last block."""
     start = chunk * place.chunk
     groups = query.shape[1] // kept.key.shape[1]
@@ -211,7 +212,7 @@ def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tenso
 
     def some_heads(key: Tensor, value: Tensor, members: Tensor, query: Tensor) -> Tensor:
         index = [members.unflatten(1, (-1, place.leaf))]
-        blocks = query_blocks(query, query.shape[1])
+        blocks = query_blocks(query, query.shape[1], scale)
         clusters = make_clusters(key, value, (Level(place.chunk, place.leaf),), index, blocks, place.chunk)
         return torch.cat(clusters.columns, 2)
 
@@ -229,7 +230,7 @@ def _end_chunk(kept: Kept, rows: Tensor, chunk: int, place: _Place, query: Tenso
 
 
 def _attend(kept: Kept, query: Tensor, first: Sequence[int], end: int, options: CausalNearFarOptions) -> Tensor:
-    """Compute the attention of queries (B, H, n, D), times the scale, which in each row follow `first` in one block.
+    """Compute the attention of queries (B, H, n, D), which in each row follow `first` in one block.
 
     No sequence is longer than `end`. The result is (B, H, n, Dv + 1), outputs and their lse.
     """
@@ -243,7 +244,7 @@ def _attend(kept: Kept, query: Tensor, first: Sequence[int], end: int, options: 
     columns = Columns(*(x.flatten(0, 1) for x in (center, bias, mean)))
     near = near.flatten(0, 1)
     far, (row, token, column) = attend_to_landmarks(
-        query.flatten(0, 1).to(near.dtype), near[..., -1:], columns, None, options.dropout_p
+        query.flatten(0, 1).to(near.dtype) * options.scale, near[..., -1:], columns, None, options.dropout_p
     )
     found = torch.stack((near, far), 2).flatten(0, 1)  # (B H n, 2, Dv + 1)
     if len(row):
@@ -285,7 +286,7 @@ def _window(kept: Kept, query: Tensor, first: Sequence[int], end: int, options: 
         bias = bias.repeat(1, groups, 1).repeat_interleave(num_kv_heads, 0)[:, None]
     # The query heads of a group are passed as if they were several queries of one head.
     flat = query.reshape(batch * num_kv_heads, 1, groups * number, -1)
-    found = attend(flat, key, value, bias, scale=1.0, dropout_p=options.dropout_p)
+    found = attend(flat, key, value, bias, scale=options.scale, dropout_p=options.dropout_p)
     return output_of(found, True).reshape(batch, num_heads, number, -1)
 
 
@@ -302,7 +303,11 @@ def _clusters(kept: Kept, query: Tensor, row: Tensor, column: Tensor, options: C
     def some_pairs(query: Tensor, member: Tensor, start: Tensor) -> Tensor:
         index = (members[member] + start)[None]  # (1, P, leaf)
         found = attend(
-            query[None, :, None], take(keys, index), take(values, index), scale=1.0, dropout_p=options.dropout_p
+            query[None, :, None],
+            take(keys, index),
+            take(values, index),
+            scale=options.scale,
+            dropout_p=options.dropout_p,
         )
         return output_of(Partial(*(x[0, :, 0] for x in found)), True)
 

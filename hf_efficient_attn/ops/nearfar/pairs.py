@@ -30,12 +30,12 @@ class Pairs(NamedTuple):
         return Pairs(self.query[own], self.cluster[own] - start)
 
 
-def attend_to_pairs(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: float) -> Partial:
+def attend_to_pairs(query: Tensor, clusters: Clusters, pairs: Pairs, scale: float, dropout_p: float) -> Partial:
     """Compute attention of queries (BH, N, D) to the clusters that they have chosen, in the accumulation dtype."""
     batch_heads, length, _ = query.shape
     row, cluster = pairs
     cluster = row.div(length, rounding_mode="floor") * clusters.key.shape[1] + cluster
-    (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, dropout_p)
+    (out, lse), place = _by_cluster(query.flatten(0, 1), clusters, row, cluster, scale, dropout_p)
     count = row.new_zeros(batch_heads * length).scatter_add_(0, row, torch.ones_like(row))
     order = row.argsort(stable=True)
     # The pairs of a query are one segment. Additions by index would be rounded differently in every run on a GPU.
@@ -54,7 +54,7 @@ def attend_to_pairs(query: Tensor, clusters: Clusters, pairs: Pairs, dropout_p: 
 
 
 def _by_cluster(
-    query: Tensor, clusters: Clusters, row: Tensor, cluster: Tensor, dropout_p: float
+    query: Tensor, clusters: Clusters, row: Tensor, cluster: Tensor, scale: float, dropout_p: float
 ) -> tuple[Partial, Tensor]:
     """Compute attention for P pairs of a row of `query`, (BH N, D), and one of the BH M clusters.
 
@@ -73,12 +73,12 @@ def _by_cluster(
     rows = take(query[None], queries[None])  # (1, S, D)
     ranges = BlockKeys(_QUERIES, start=(of_block * keys.shape[1])[None], range_len=keys.shape[1])
     of_all = keys.flatten(0, 1)[None], values.flatten(0, 1)[None]  # (1, BH M leaf, .)
-    part = block_attention(rows, *of_all, ranges, scale=1.0, dropout_p=dropout_p)
+    part = block_attention(rows, *of_all, ranges, scale=scale, dropout_p=dropout_p)
     if part is None:
         own_key, own_value = (
             take(x.flatten(1)[None], of_block[None]).view(1, blocks, *x.shape[1:]) for x in (keys, values)
         )
         block = rows.view(1, blocks, _QUERIES, query.shape[1])
-        part = attend(block, own_key, own_value, scale=1.0, dropout_p=dropout_p)
+        part = attend(block, own_key, own_value, scale=scale, dropout_p=dropout_p)
     place = torch.empty_like(slot).scatter_(0, order, slot)
     return Partial(part.out.flatten(0, -2), part.lse.flatten()), place
