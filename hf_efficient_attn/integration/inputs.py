@@ -36,6 +36,8 @@ _KINDS: dict[torch.dtype, tuple[bool | None, bool]] = {
     torch.uint8: (False, True),
     torch.bool: (None, False),
 }
+# What a mask adds to the scores of masked keys is below this.
+_MASKED = -9000.0
 _PATTERN = (
     "the mask is not plain causal or full attention, nor that of packed rows (chunks, blocks or a prefix), which "
     f"sub-quadratic attention cannot keep: use attn_implementation={EXACT!r}"
@@ -134,7 +136,7 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
             raise UnsupportedAttentionError(
                 f"the input has {used} tokens and {type(model).__name__} has {table.num_positions} positions, for a "
                 "prompt and what is generated together: shorten the input, or extend the positions before the call "
-                f"with hf_efficient_attn.extend_positions(model, {used})"
+                f"with hf_efficient_attn.extend_positions(model, {used}), or for more tokens if more are generated"
             )
 
 
@@ -261,6 +263,10 @@ def read_mask(name: str, mask: object) -> KeyMask:
         if len(rows) == 1:
             return KeyMask(None, *_KINDS[mask.dtype], begins=rows[0])
         return KeyMask(rows[0], *_KINDS[mask.dtype], filled=rows[1])
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1:3] == (1, 1) and mask.is_floating_point():
+        # LayoutLM adds one of keys to the scores.
+        refuse_where(((mask != 0.0) & (mask > _MASKED)).any(), f"{name}: the mask has numbers that are no mask of keys")
+        return KeyMask(mask[:, 0, 0] == 0.0, is_causal=False)
     kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedAttentionError(
         f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "

@@ -31,8 +31,8 @@ class UptrainingSchedule:
     the paper's alpha is the end of the first stage. Any number of stages is possible, including stages of exact
     attention ("sdpa").
 
-    A stage inherits projection_dim, max_length, share, init, num_features and seed from the stage before unless they
-    are given, so that learned parameters and random draws still fit. Other hyperparameters have the method's defaults.
+    A stage inherits projection_dim, max_length, share, init, num_features, feature_map and seed from the stage before
+    unless they are given, so that learned parameters and random draws still fit. Others have the method's defaults.
 
     A later stage whose method learns parameters can be distilled: before its first step, the new parameters are trained
     to imitate the attention that the model had before the switch, layer by layer and without labels.

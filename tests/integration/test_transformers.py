@@ -306,6 +306,15 @@ def test_masks_of_pairs_are_refused(family):
     refuses("4-D", output, tiny_model(family, "longformer"), batch)
 
 
+def test_a_mask_of_keys_that_a_model_adds_to_the_scores():
+    sizes = tiny_config("bert").to_diff_dict()
+    model = transformers.LayoutLMModel(transformers.LayoutLMConfig(**sizes)).eval()
+    batch, valid = tiny_batch("bert", padding="left"), tiny_batch("bert", padding="left")["attention_mask"].bool()
+    expected = output(model, batch)[valid]
+    close(output(hea.convert(model, "nearfar"), batch)[valid], expected, 1e-5)
+    refuses("no mask of keys", read_mask, "a method", torch.full((1, 1, 1, 9), -1.0))
+
+
 def said(mask):
     """What a mask says, whatever happens to it on its way to the attention function."""
     found = read_mask("a method", mask)

@@ -238,7 +238,7 @@ def test_arguments_that_a_kernel_ignores():
 
 # Without this package: neither on the path of the process, nor by the finder of an editable installation.
 LOAD = """
-import importlib.util, sys
+import importlib.util, inspect, sys
 root, *folders = sys.argv[1:]
 sys.path[:] = [path for path in sys.path if path not in ("", root)]
 sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", type(f).__module__)]
@@ -259,6 +259,7 @@ for folder in folders:
     model(**inputs)[0].square().sum().backward()
     learned = [p for name, p in model.named_parameters() if "learned_parameters" in name]
     assert learned and all(p.grad is not None for p in learned)
+    assert inspect.getsource(sys.modules["hf_efficient_attn.errors"].clean)  # what the package asks of its own attention classes
     model.save_pretrained(folder + "-again")
     again = AutoModelForMaskedLM.from_pretrained(folder + "-again", trust_remote_code=True)
     assert torch.equal(again(**inputs)[0], expected), folder
