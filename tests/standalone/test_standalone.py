@@ -259,7 +259,7 @@ for folder in folders:
     model(**inputs)[0].square().sum().backward()
     learned = [p for name, p in model.named_parameters() if "learned_parameters" in name]
     assert learned and all(p.grad is not None for p in learned)
-    assert inspect.getsource(sys.modules["hf_efficient_attn.errors"].clean)  # what the package asks of its own attention classes
+    assert inspect.getsource(sys.modules["hf_efficient_attn.errors"].clean)  # models.passes_sinks asks for it
     model.save_pretrained(folder + "-again")
     again = AutoModelForMaskedLM.from_pretrained(folder + "-again", trust_remote_code=True)
     assert torch.equal(again(**inputs)[0], expected), folder
