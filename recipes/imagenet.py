@@ -47,7 +47,7 @@ from transformers import AutoModelForImageClassification, PreTrainedModel, ViTIm
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
-from hf_efficient_attn.training.callback import use_new_names
+from hf_efficient_attn.training.switch import use_new_names
 from recipes.common import training
 from recipes.common.arguments import PER_EPOCH, AttentionArguments, check_counts, main_of, option, parse, samples
 from recipes.common.data import images

@@ -35,7 +35,8 @@ def convert(
             weights never change, so the model then is what it was before.
         layers: indices of the layers to switch (all others become exact), names such as "encoder", or entries of a mix;
             None for all layers. See `EfficientAttentionConfig`.
-        **hyperparameters: replace those of the method or its config.
+        **hyperparameters: replace those of the method or its config. What the model has learned with the same method
+            stays, except parameters that start from other values then, such as maps of another `feature_map`.
 
     Returns:
         The same model.

@@ -9,7 +9,7 @@ from transformers.utils import logging
 from hf_efficient_attn.errors import UnsupportedAttentionError, unknown_name
 from hf_efficient_attn.integration import settings
 from hf_efficient_attn.integration.settings import ATTRIBUTE, method_of
-from hf_efficient_attn.methods import available_methods
+from hf_efficient_attn.methods import available_methods, learns
 
 logger = logging.get_logger(__name__)
 
@@ -64,9 +64,11 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
         if not any(method_of(part) == given.method for part in parts_of(config).values()):
             config._attn_implementation = str(given.method)
     elif str(named).rpartition(":")[2] != given.method:  # a kernel repository, ORG/NAME:METHOD, reads it too
+        rest = ", with new learned parameters; for those of a checkpoint, load it without attn_implementation"
+        rest = rest if any(learns(entry.config) for entry in given.entries) else ""
         logger.warning_once(
             f"efficient_attention (of {given.method!r}) has no effect while attn_implementation is {named!r}; "
-            "call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it"
+            f"call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it{rest}"
         )
 
 

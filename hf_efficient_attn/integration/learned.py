@@ -4,7 +4,7 @@ They are created when a model is built or converted. They are trained, saved and
 the name `<attention module>.learned_parameters.<name>`, and are removed when the model is switched to another method.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,16 @@ class LearnedParameters(nn.Module):
         """The values that a conversion starts from: float32, on the CPU whatever the default device is."""
         with torch.device("cpu"):
             return get_method(self.method.method).initial_parameters(self.method, **self.sizes)
+
+    def take(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Replace parameters by those of equal name and shape, or copy those that they start from; return these."""
+        taken, starts_from = [], get_method(self.method.method).starts_from
+        for name, parameter in self.tensors().items():
+            old = tensors.get(name, tensors.get(starts_from.get(name, "")))
+            if old is not None and old.shape == parameter.shape:
+                taken.append(old if name in tensors else nn.Parameter(old.detach().to(parameter, copy=True)))
+                setattr(self, name, taken[-1])
+        return taken
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -100,8 +110,9 @@ def refuse_lost_parameters(model: nn.Module, names: Iterable[str], prefix: str) 
 def attach(found: models.AttentionModule, method: MethodConfig | None, is_adapted: bool = False) -> None:
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
-    A module whose sizes cannot be determined, or whose parameters are offloaded, is refused, and so is one of a model
-    with adapters (`is_adapted`), which would not save the parameters.
+    With others of the same method, it keeps the parameters whose start values these do not change. A module whose sizes
+    cannot be determined, or whose parameters are offloaded, is refused, and so is one of a model with adapters
+    (`is_adapted`), which would not save the parameters.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:
@@ -121,7 +132,12 @@ def attach(found: models.AttentionModule, method: MethodConfig | None, is_adapte
             )
         # The default type beside quantised parameters.
         dtype = beside.dtype if beside.is_floating_point() else torch.get_default_dtype()
-        setattr(found.module, NAME, LearnedParameters(method, _sizes(found, method), beside.device, dtype))
+        new = LearnedParameters(method, _sizes(found, method), beside.device, dtype)
+        if current is not None and current.method.method == method.method:
+            starts, old = new.start_values(), current.start_values()
+            same = [name for name in starts.keys() & old if torch.equal(starts[name], old[name])]
+            new.take({name: current.tensors()[name] for name in same})
+        setattr(found.module, NAME, new)
 
 
 def _sizes(found: models.AttentionModule, method: MethodConfig) -> dict[str, int]:

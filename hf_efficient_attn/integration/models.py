@@ -224,8 +224,10 @@ class Snapshot(contextlib.AbstractContextManager["Snapshot", None]):
         for module, kind in self._classes:
             module.__class__ = kind
         for present, saved in self._saved:
-            present.clear()
-            present.update(saved)
+            # PyTorch may be iterating over one that has not changed, such as hooks.
+            if [*present] != [*saved] or any(present[name] is not value for name, value in saved.items()):
+                present.clear()
+                present.update(saved)
 
 
 def uses_interface(kind: type[nn.Module]) -> bool:

@@ -6,26 +6,21 @@ import pathlib
 import re
 import zipfile
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
-from hf_efficient_attn.integration.learned import NAME
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig
 from hf_efficient_attn.training import switch
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
-from hf_efficient_attn.training.steps import learned_parameters
 
 logger = logging.get_logger(__name__)
 # The key in `trainer_state.json` of the settings of attention in the step of the checkpoint; null for exact.
@@ -74,6 +69,7 @@ class UptrainingCallback(TrainerCallback):
     ) -> None:
         self.schedule = UptrainingSchedule(schedule, getattr(schedule, "total_steps", None))
         self.distillation_batches, self.distillation_options = distillation_batches, distillation_options
+        self._hook: Any = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages, rename incomplete checkpoints, and start in the first stage."""
@@ -82,37 +78,22 @@ class UptrainingCallback(TrainerCallback):
         with args.main_process_first(local=args.save_on_each_node, desc="rename incomplete checkpoints"):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
-        model.register_load_state_dict_pre_hook(self._before_loading)
+        self._follow(model)
         if not any(switch.is_in_stage(model, stage) for stage in stages[1:]):
             self.schedule.step(model, None, 0)
 
-    def _before_loading(self, module: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
-        """Switch the model to the stage of the weights that are about to be loaded, if they tell which one it is."""
-        use_new_names(module, state_dict, prefix)
-        names = {name for name in module.state_dict() if f".{NAME}." not in name}
-        shapes = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
-        given = {name: shape for name, shape in shapes.items() if f".{NAME}." in name}
-        own = {name: p.shape for name, p in learned_parameters(module).items()}
-        if given == own or 2 * len(names & shapes.keys()) < len(names):
-            # The weights fit already, or they are a part of a model, such as adapters, which does not tell the stage.
-            return
-        stages = self.schedule.stages
-        for stage, layout in zip(stages, switch.stage_layouts(module, stages), strict=True):
-            if layout == given:
-                convert(module, stage.settings or stage.attention)
-                return
-        for name, shape in given.items():
-            raise UnsupportedAttentionError(
-                f"the weights contain {name} of shape {shape}, which none of the stages "
-                f"{', '.join(stage.attention for stage in stages)} learns: resume with the stages and hyperparameters "
-                "of the original training"
-            )
+    def _follow(self, model: nn.Module, *, is_over: bool = False) -> None:
+        """Let the model switch to the stage of weights that are loaded; before the training is over, refuse others."""
+        if self._hook is not None:
+            self._hook.remove()
+        # Copies of the model contain the hook, which has no data of the training.
+        hook = partial(switch.before_loading, self.schedule.stages, is_over)
+        self._hook = model.register_load_state_dict_pre_hook(hook)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Check the stages against the wrapped model, and switch to the stage to resume in."""
         schedule, model = self.schedule, kwargs["model"]
-        # With `model_init` it is another one than at the start. A second hook has nothing to do.
-        model.register_load_state_dict_pre_hook(self._before_loading)
+        self._follow(model)  # with `model_init` it is another one than at the start
         schedule.total_steps = state.max_steps
         schedule.ends(state.max_steps)
         self._batches = self.distillation_batches
@@ -152,27 +133,12 @@ class UptrainingCallback(TrainerCallback):
             state.log_history.append({**switch.log_entries(record), "epoch": state.epoch, "step": state.global_step})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Switch to the stage of the best model if Trainer has loaded that."""
+        """Switch to the stage of the best model if Trainer has loaded that, and accept any weights from now on."""
         # `best_global_step` may be a step that was not saved.
         best = re.search(r"checkpoint-(\d+)$", state.best_model_checkpoint or "")
         if args.load_best_model_at_end and best:
             self.schedule.step(kwargs["model"], None, int(best[1]))
-
-
-def use_new_names(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
-    """Rename, in place, weights that `save_pretrained` stored under names of older Transformers versions (as for ViT).
-
-    `from_pretrained` accepts both. Resumption in Trainer loads a file as it is, warns that all layers are missing, and
-    continues with the current weights, unless this is a `load_state_dict` pre-hook of the model.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return
-    names = model.state_dict().keys()
-    renamings = [x for x in get_model_conversion_mapping(model) if isinstance(x, WeightRenaming)]
-    new = {key: rename_source_key(key.removeprefix(prefix), renamings, [])[0] for key in state_dict}
-    if len(names & set(new.values())) > len(names & {key.removeprefix(prefix) for key in state_dict}):
-        for old, name in new.items():
-            state_dict[prefix + name] = state_dict.pop(old)
+        self._follow(kwargs["model"], is_over=True)
 
 
 def rename_incomplete_checkpoints(folder: pathlib.Path) -> None:

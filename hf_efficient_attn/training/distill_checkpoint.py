@@ -25,9 +25,10 @@ from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.integration.layers import Layer
 from hf_efficient_attn.io.writing import check_drawing, check_takes_files, replacing, write_results
 from hf_efficient_attn.methods import make_config
-from hf_efficient_attn.training import finetuning, steps
+from hf_efficient_attn.training import steps
 from hf_efficient_attn.training.data import TrainingData, digest
 from hf_efficient_attn.training.distillation import DistillationOptions, refuse_converted, stages_of
+from hf_efficient_attn.training.finetuning import make_teacher
 
 FORMAT = 1
 # A state of another format cannot be continued.
@@ -195,11 +196,7 @@ class _CheckpointRun:
         nn.Module.to(model, plan.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
         trained: nn.Module = model if second and second.target == "logits" else model.base_model
-        teacher = None
-        if second is not None:
-            with torch.no_grad():  # a refusal would otherwise come after the first stage
-                finetuning.outputs_of(trained, data.batch(data.held_out[0]), second.target)
-            teacher = finetuning.make_teacher(trained, second)
+        teacher = None if second is None else make_teacher(trained, second, data.batch(data.held_out[0]))
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
         # The stages that have begun.

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -129,7 +130,9 @@ def distill(
     refuse_converted(model)
     before = Snapshot(transformers_models(model))
     stream = batch_stream(batches, options.seed, steps)
-    teacher = None if options.finetuning is None else make_teacher(model, options.finetuning)
+    first = next(stream)
+    stream = chain([first], stream)
+    teacher = None if options.finetuning is None else make_teacher(model, options.finetuning, first)
     try:
         convert(model, method_or_config, layers=layers, **hyperparameters)
         with partial_result(lambda: model):

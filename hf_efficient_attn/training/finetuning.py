@@ -59,12 +59,17 @@ class FinetuningOptions(KnownFields):
         check_positive("lora_rank", 1 if self.lora_rank is None else self.lora_rank)
 
 
-def make_teacher(model: nn.Module, options: FinetuningOptions) -> nn.Module | None:
+def make_teacher(model: nn.Module, options: FinetuningOptions, batch: Batch) -> nn.Module | None:
     """A copy of a model with exact attention, to be made before it is converted; None if adapters make it superfluous.
 
-    Parameters that are not float32, in which small updates would be lost, are refused.
+    What would stop the fine-tuning is refused: a model that does not return the target for a batch, adapters without
+    peft, and without adapters parameters that are not float32, in which small updates would be lost.
     """
+    with capture_attention(model, lambda call: None):
+        outputs_of(model, batch, options.target)
     if options.lora_rank is not None:
+        if importlib.util.find_spec("peft") is None:
+            raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
         return None
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if dtypes - {torch.float32, torch.float64}:
@@ -87,19 +92,15 @@ class Finetuning(Training):
         self._modes = {module: module.training for module in model.modules()}
         # PEFT's model with LoRA adapters in all linear layers of the model, whose modules it replaces.
         self._adapted: Any = None
-        if options.lora_rank is not None:
-            if importlib.util.find_spec("peft") is None:
-                raise UnsupportedAttentionError("LoRA needs the package peft: install it, or leave lora_rank out")
+        if (rank := options.lora_rank) is not None:
             from peft import LoraConfig, get_peft_model
 
-            rank = options.lora_rank
             config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
             self._adapted = get_peft_model(cast("Any", model), config)
-        learned = list(learned_parameters(model).values())
+        learned = dict.fromkeys(learned_parameters(model).values())
         for p in learned:
             p.requires_grad_(True)
-        ids = set(map(id, learned))
-        others = [p for p in model.parameters() if p.requires_grad and id(p) not in ids]
+        others = [p for p in model.parameters() if p.requires_grad and p not in learned]
         rates = ((others, options.learning_rate), (learned, options.attention_learning_rate))
         optimizer = torch.optim.AdamW([{"params": x, "lr": rate} for x, rate in rates if x], weight_decay=0.0)
         warmup = max(1, round(0.1 * options.steps))
@@ -123,6 +124,7 @@ class Finetuning(Training):
 
     def finish(self) -> None:
         """Merge adapters into the model, and restore which parameters require gradients and which modules train."""
+        self._optimizer.zero_grad()
         if self._adapted is not None:
             self._adapted.merge_and_unload()
             self._adapted = None

@@ -22,14 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch, Call, exact_attention_of
-from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.integration.learned import NAME, learned_of
 from hf_efficient_attn.integration.models import Snapshot, attention_modules, configs_of, transformers_models
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, method_of, settings_of
-from hf_efficient_attn.methods import MethodConfig, get_method, learns
+from hf_efficient_attn.methods import MethodConfig, learns
 from hf_efficient_attn.training.distillation import Distillation, DistillationOptions
 from hf_efficient_attn.training.steps import WINDOW, batch_stream, check_count, learned_parameters, unwrap, world_size
 
@@ -125,11 +128,10 @@ def switch_stage(
     name, before = roots[0].config._attn_implementation, dict(inner.named_parameters())
     former: _Attention = {}
     for one in (one for root in roots for one in attention_modules(root)):
-        learned = learned_of(one.module)
-        former[one.module] = one.chosen, {} if learned is None else learned.tensors()
+        former[one.module] = one.chosen, learned.tensors() if (learned := learned_of(one.module)) else {}
     with Snapshot(roots):
         convert(inner, stage.settings or stage.attention)
-        carried = [p for module, (_, tensors) in former.items() for p in _carry_over(module, tensors)]
+        carried = [p for module, (_, old) in former.items() if (new := learned_of(module)) for p in new.take(old)]
         distilled = None
         if stage.distill and batches is not None:
             teacher = functools.partial(_compute_as, former)
@@ -170,25 +172,6 @@ def _compute_as(former: _Attention, call: Call) -> Tensor:
         return exact_attention_of(call)
     # Parameters that the model no longer has did not move with it to another device.
     return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
-
-
-@torch.no_grad()
-def _carry_over(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
-    """Reuse the parameters of the stage before whose name and shape fit, or their values. Returns those of now."""
-    learned = learned_of(module)
-    if learned is None:
-        return []
-    fixed, starts_from = [], get_method(learned.method.method).starts_from
-    for name, parameter in list(learned.named_parameters(recurse=False)):
-        old = tensors.get(name, tensors.get(starts_from.get(name, "")))
-        if old is None or old.shape != parameter.shape:
-            continue
-        if name in tensors:
-            setattr(learned, name, old)
-        else:
-            parameter.copy_(old)
-        fixed.append(getattr(learned, name))
-    return fixed
 
 
 def _update_optimizer(
@@ -285,6 +268,46 @@ def training_batches(
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()[process_index::num_processes]
     samples = [list(range(first, len(dataset) // count * count, count)) for first in order]
     return DataLoader(dataset, batch_sampler=samples, collate_fn=collate)
+
+
+def before_loading(
+    stages: Sequence[Stage], is_over: bool, module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any
+) -> None:
+    """Switch a model to the stage of the weights that are about to be loaded, if they tell which one it is."""
+    use_new_names(module, state_dict, prefix)
+    names = {name for name in module.state_dict() if f".{NAME}." not in name}
+    shapes = {key.removeprefix(prefix): tuple(value.shape) for key, value in state_dict.items()}
+    given = {name: shape for name, shape in shapes.items() if f".{NAME}." in name}
+    own = {name: p.shape for name, p in learned_parameters(module).items()}
+    if given == own or 2 * len(names & shapes.keys()) < len(names):
+        # The weights fit already, or they are a part of a model, such as adapters, which does not tell the stage.
+        return
+    for stage, layout in zip(stages, stage_layouts(module, stages), strict=True):
+        if layout == given:
+            convert(module, stage.settings or stage.attention)
+            return
+    for name, shape in () if is_over else given.items():
+        raise UnsupportedAttentionError(
+            f"the weights contain {name} of shape {shape}, which none of the stages "
+            f"{', '.join(stage.attention for stage in stages)} learns: resume with the stages and hyperparameters "
+            "of the original training"
+        )
+
+
+def use_new_names(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Rename, in place, weights that `save_pretrained` stored under names of older Transformers versions (as for ViT).
+
+    `from_pretrained` accepts both. Resumption in Trainer loads a file as it is, warns that all layers are missing, and
+    continues with the current weights, unless this is a `load_state_dict` pre-hook of the model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    names = model.state_dict().keys()
+    renamings = [x for x in get_model_conversion_mapping(model) if isinstance(x, WeightRenaming)]
+    new = {key: rename_source_key(key.removeprefix(prefix), renamings, [])[0] for key in state_dict}
+    if len(names & set(new.values())) > len(names & {key.removeprefix(prefix) for key in state_dict}):
+        for old, name in new.items():
+            state_dict[prefix + name] = state_dict.pop(old)
 
 
 def log_entries(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def distilled_figures(
         model = task.load().eval()
     switched = task.evaluate(hea.convert(model, config))
     hea.convert(model, "sdpa")
-    teacher, batches = options and make_teacher(model, options), task.batches()
+    batches = task.batches()
+    teacher = options and make_teacher(model, options, batches[0])
     hea.distill(model, config, batches, steps=steps, options=DistillationOptions(seed=0))
     figures = {"switched": switched, "distilled": task.evaluate(model)}
     if options is not None:

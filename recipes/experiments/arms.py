@@ -124,7 +124,7 @@ def run_arm(arm: str, setup: Setup, steps: dict[str, int], seed: int) -> dict[st
         distillation.finish()
     if arm == "distillation":
         options = FinetuningOptions(steps=half["fine-tuning"])
-        finetuning = Finetuning(model, make_teacher(setup.model, options), options)
+        finetuning = Finetuning(model, make_teacher(setup.model, options, setup.batches[0]), options)
         train(finetuning.step, stream, options.steps, arm)
         finetuning.finish()
     elif arm == "map by the task":

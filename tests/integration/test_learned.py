@@ -8,9 +8,10 @@ import transformers
 from torch import Tensor
 
 import hf_efficient_attn as hea
-from each import refuses
+from each import close, refuses
 from helpers.learned import LEARNING, learned_in, shake
 from helpers.model_types import sizes
+from helpers.trainings import values
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features.maps import LEARNED, count_features, start_map
@@ -67,7 +68,7 @@ def test_a_checkpoint_without_learned_parameters_starts_as_conversion_does(metho
 
 @each
 def test_switching_again(method, tmp_path):
-    """The same choice keeps what was learned, in one layer or in all; another method removes it."""
+    """The same method keeps what was learned, in one layer or in all; another one removes it."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     exact, keys = output(model, inputs), model.state_dict().keys()
     for back in ("sdpa", "kdeformer", "set_attn_implementation"):
@@ -76,7 +77,9 @@ def test_switching_again(method, tmp_path):
         first = output(model, inputs)
         assert not torch.equal(first, exact)
         assert torch.equal(output(reloaded(model, tmp_path), inputs), first)
-        assert torch.equal(output(convert(model, method, layers=[1]), inputs), first)
+        for dtype in ("auto", "bfloat16", "auto"):
+            convert(model, method, layers=[1], compute_dtype=dtype)
+        assert torch.equal(output(model, inputs), first)
         hea.convert(model, {"method": method, "layers": [0, 1], **LEARNING[method]})
         assert len(learned_in(model)) == 2
         model.set_attn_implementation("sdpa") if back == "set_attn_implementation" else hea.convert(model, back)
@@ -329,7 +332,7 @@ def test_parameters_and_the_budget_of_a_window():
 
 
 def test_a_saved_model_gives_the_far_part_alone(tmp_path):
-    """Loaded without a window it has the same maps. Conversion to it would start with new ones."""
+    """Without a window it has the same maps, with other features new ones."""
     model, inputs = shake(hea.convert(tiny_model("gpt2", head=True), config())), tiny_batch("gpt2", padding="left")
     assert torch.equal(output(reloaded(model, tmp_path), inputs), output(model, inputs))
     alone = type(model).from_pretrained(tmp_path, efficient_attention=config(window_size=0).to_dict())
@@ -337,3 +340,6 @@ def test_a_saved_model_gives_the_far_part_alone(tmp_path):
         assert set(own.tensors()) == {"query_map", "key_map"}
         assert all(torch.equal(x, other.tensors()[name]) for name, x in own.tensors().items())
     assert not torch.allclose(output(alone, inputs), output(model, inputs))
+    close(values(hea.convert(model, config(window_size=0))), values(alone), 0)
+    fresh = hea.convert(tiny_model("gpt2", head=True), config("exp"))
+    close(values(hea.convert(model, config("exp"))), values(fresh), 0)

@@ -446,11 +446,12 @@ def test_a_choice_without_effect_is_logged(caplog, monkeypatch):
         model.config.efficient_attention = {"method": "longformer", "window_size": 3}
         hea.convert(model, model.config.efficient_attention)
         model.config.efficient_attention = {"method": "longformer", "window_size": 4}  # takes effect at once
-        model.config.efficient_attention = {"method": "performer"}
+        model.config.efficient_attention = {"method": "performer", "feature_map": "exp"}
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2 and all("hf_efficient_attn.convert(model" in line for line in lines)
     assert "(of 'longformer') has no effect while attn_implementation is 'sdpa'" in lines[0]
     assert "(of 'performer') has no effect while attn_implementation is 'longformer'" in lines[1]
+    assert lines[1].endswith("load it without attn_implementation") and "learned" not in lines[0]
 
 
 @pytest.mark.filterwarnings("error")

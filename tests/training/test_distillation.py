@@ -119,7 +119,11 @@ def test_losses_are_those_of_dense_matrices(family, padding, monkeypatch):
     torch.testing.assert_close([x.grad for x in maps.values()], list(wanted), rtol=1e-3, atol=1e-5)
 
 
-LOGITS = DistillationOptions(finetuning=FinetuningOptions(steps=5, target="logits"))
+def second(**options) -> dict:
+    finetuning = FinetuningOptions(steps=5, **options)
+    return {"options": DistillationOptions(on_step=lambda *_: pytest.fail("a step was taken"), finetuning=finetuning)}
+
+
 REFUSED = {
     "no data": ("linear", HEDGEHOG, [], {}, "there is no batch"),
     "one batch": ("linear", HEDGEHOG, 1, {}, "there is a single batch"),
@@ -128,7 +132,8 @@ REFUSED = {
     "steps": ("linear", HEDGEHOG, 4, {"steps": 0}, "1 or more, an integer"),
     "layer": ("linear", HEDGEHOG, 4, {"layers": [7]}, "no attention in layers"),
     "hyperparameter": ("linear", {"features": "hedgehog"}, 4, {}, "features"),
-    "no logits": ("linear", HEDGEHOG, 4, {"options": LOGITS}, "has no logits: use target='hidden_states'"),
+    "no logits": ("linear", HEDGEHOG, 4, second(target="logits"), "has no logits: use target='hidden_states'"),
+    "no peft": ("linear", HEDGEHOG, 4, second(lora_rank=2), "LoRA needs the package peft: install it"),
     "weights of tables": ("linformer", {}, 4, {"loss": "weights"}, "what linformer learns .* use the loss 'output'"),
     "convolved": ("nystromformer", {"conv_kernel_size": 3}, 4, {"loss": "both"}, "negative or change their sum"),
     "within the budget": ("linear", HEDGEHOG, 4, {}, "sequences are within the budget of the method"),
@@ -141,6 +146,8 @@ def test_refusals_leave_the_model_as_it_was(case, monkeypatch):
     if case == "within the budget":
         # Only a method that is exact up to some length and learns something; a user's own can be one.
         monkeypatch.setattr(hea.LinearConfig, "exact_length", 100)
+    if case == "no peft":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = tiny_model("bert")
     before = {name: p.detach().clone() for name, p in model.state_dict().items()}
     data = batches(count=data) if isinstance(data, int) else data
@@ -178,7 +185,7 @@ def test_an_interrupted_model_is_converted_with_its_last_state():
 def make_stage(number: int):
     """A model and its distillation or its fine-tuning in 40 steps."""
     model, options = tiny_model("bert"), FinetuningOptions(steps=40)
-    teacher = make_teacher(model, options)
+    teacher = make_teacher(model, options, batches()[0])
     model = hea.convert(model, "linear", **HEDGEHOG)
     return model, Distillation(model, 40) if number == 1 else Finetuning(model, teacher, options)
 
@@ -274,7 +281,7 @@ def test_second_stage_brings_the_outputs_closer(family, target, rank):
     errors = [(x - wanted).norm() for x in found]
     assert errors[1] < 0.95 * errors[0]
     assert [name for name, _ in models[1].named_parameters()] == [name for name, _ in models[0].named_parameters()]
-    assert all(p.requires_grad for p in models[1].parameters())
+    assert all(p.requires_grad and p.grad is None for p in models[1].parameters())
     assert not models[1].training
 
 
