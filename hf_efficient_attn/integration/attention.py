@@ -141,10 +141,12 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         tensors = (query, key, value)
-        shards = shards_of(module, kwargs)
+        shards, location = shards_of(module, kwargs), location_of(module)
         refuse_context_parallel(name, module)
-        call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
-        method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
+        if shards is None and inputs.has_pairs(attention_mask) and _is_plain_exact(name, module, location, kwargs):
+            return ALL_ATTENTION_FUNCTIONS[EXACT](module, query, key, value, attention_mask, **kwargs)
+        call = read_call(name, module, location, key, attention_mask, kwargs)
+        method = _method_of_call(name, module, location, call.is_causal or query.shape[2] == key.shape[2])
         if call.filled is not None:
             call, tensors = _without_empty_places(name, method, call, tensors)
             query, key, value = tensors
@@ -196,16 +198,24 @@ def _without_empty_places(
     return call._replace(key_mask=mask), (query, key[:, :, :end], value[:, :, :end])
 
 
-def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square: bool) -> MethodConfig | None:
-    """The method that computes a call; None for exact attention, of which cross attention warns."""
+def _method_of_call(name: str, module: nn.Module, location: ModuleLocation, is_self: bool) -> MethodConfig | None:
+    """The method that computes a call; None for exact attention, of which cross attention (not `is_self`) warns."""
     config = getattr(module, "config", None)
-    method = settings.method_at(config, name, call.location)
-    if method is not None and (call.location.is_cross or not (call.is_causal or is_square)):
+    method = settings.method_at(config, name, location)
+    if method is not None and (location.is_cross or not is_self):
         reason = refusals.why_cross_attention_is_exact(method, config)
         if reason is not None:
-            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, call.location)])
+            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
             return None
     return method
+
+
+def _is_plain_exact(name: str, module: nn.Module, location: ModuleLocation, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call with a mask of pairs is that of a layer that stays exact, and asks for no more than the mask."""
+    if any(kwargs.get(x) is not None for x in (ARGUMENT, model_kinds.SINKS)):
+        return False
+    refuse_arguments(name, kwargs)
+    return _method_of_call(name, module, location, is_self=True) is None
 
 
 def _computing_cache_layer(

@@ -92,6 +92,7 @@ KINDS = (
         "(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule",
         needs_matrix="finds the padding in a (queries, keys) mask",
     ),
+    ModelKind("PixtralVisionModel", needs_matrix="makes a mask of its own that keeps pictures apart"),
     ModelKind(r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder)Attention", hides_window=True),
     ModelKind(r"(Phimoe|Qwen2Moe|T5Gemma2Merged|EsmFold2Atom)Attention", hides_window=True),
     ModelKind(r"(\w+OcrText|DeepseekOcr2Text|\w+Audio)Attention", hides_window=True),

@@ -306,6 +306,15 @@ def test_masks_of_pairs_are_refused(family):
     refuses("4-D", output, tiny_model(family, "longformer"), batch)
 
 
+@pytest.mark.parametrize("mask", [numbers(2, 1, 70, 70).float(), numbers(2, 1, 70, 70) > 0], ids=["float", "bool"])
+def test_layers_that_stay_exact_take_masks_of_pairs(mask):
+    model, batch = tiny_model("llama"), {**tiny_batch("llama"), "attention_mask": mask}
+    refuses("choose the layers", output, hea.convert(model, "longformer", layers=[1]), batch)
+    model.layers = model.layers[:1]
+    found = output(model, batch)
+    assert torch.equal(found, output(hea.convert(model, "sdpa"), batch))
+
+
 def said(mask):
     """What a mask says, whatever happens to it on its way to the attention function."""
     found = read_mask("a method", mask)
