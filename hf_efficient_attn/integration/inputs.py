@@ -250,7 +250,7 @@ def _is_plain(
 
 
 def has_pairs(mask: object) -> bool:
-    """Whether a mask says of pairs of queries and keys which count: a model or its user has made it, and it is whole."""
+    """Whether a mask says which pairs of queries and keys count. It is of a model or a user, and says all."""
     return isinstance(mask, Tensor) and (mask.is_floating_point() or (mask.dtype == torch.bool and mask.ndim > 2))
 
 
