@@ -32,7 +32,7 @@ from hf_efficient_attn.ops.shards import HeadSlice
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
 # Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
-_ATTENTION_ARGUMENTS = ("softcap", "cache", "read_index", "write_index")
+_ATTENTION_ARGUMENTS = ("softcap", "cache", "read_index", "write_index", model_kinds.SINKS, ARGUMENT)
 _ATTENTION_WORDS = (
     "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
     "indices",
@@ -143,7 +143,9 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         tensors = (query, key, value)
         shards, location = shards_of(module, kwargs), location_of(module)
         refuse_context_parallel(name, module)
-        if shards is None and inputs.has_pairs(attention_mask) and _is_plain_exact(name, module, location, kwargs):
+        has_pairs = shards is None and inputs.has_pairs(attention_mask)
+        if has_pairs and _method_of_call(name, module, location, is_self=True) is None:
+            refuse_arguments(name, kwargs)
             return ALL_ATTENTION_FUNCTIONS[EXACT](module, query, key, value, attention_mask, **kwargs)
         call = read_call(name, module, location, key, attention_mask, kwargs)
         method = _method_of_call(name, module, location, call.is_causal or query.shape[2] == key.shape[2])
@@ -210,14 +212,6 @@ def _method_of_call(name: str, module: nn.Module, location: ModuleLocation, is_s
     return method
 
 
-def _is_plain_exact(name: str, module: nn.Module, location: ModuleLocation, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call with a mask of pairs is that of a layer that stays exact, and asks for no more than the mask."""
-    if any(kwargs.get(x) is not None for x in (ARGUMENT, model_kinds.SINKS)):
-        return False
-    refuse_arguments(name, kwargs)
-    return _method_of_call(name, module, location, is_self=True) is None
-
-
 def _computing_cache_layer(
     name: str, module: nn.Module, method: MethodConfig | None, call: LayerCall, key: Tensor
 ) -> MethodLayer | None:
@@ -262,8 +256,7 @@ def _compute(
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p}
     added: dict[str, Any] = {"distance_bias": call.distance_bias, "sinks": call.sinks}
     if method is None:
-        given = {**options, **added, "window": call.window, "is_causal": call.is_causal}
-        return exact_layer(*tensors, key_mask, **given)
+        return exact_layer(*tensors, key_mask, **options, **added, window=call.window, is_causal=call.is_causal)
     settings.warn_beyond_calibration(getattr(module, "config", None), name, tensors[1].shape[2], key_mask)
     num_heads = tensors[0].shape[1]
     parameters: Mapping[str, Tensor] = required_tensors(module, method, call.location.name)
@@ -280,10 +273,7 @@ def _compute(
 
 
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
-    """The learned parameters with which a module computes a method; empty if the method learns none.
-
-    A module that lacks them, because its config was changed without switching the model, is refused.
-    """
+    """The learned parameters with which a module computes a method; empty if the method learns none."""
     learned = learned_of(module) if NAME in module._modules else None
     if learned is not None and learned.method == method:
         return learned()
@@ -335,10 +325,7 @@ def sharded_parameters(module: nn.Module) -> list[Any]:
 
 
 def refuse_context_parallel(name: str, module: nn.Module) -> None:
-    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only.
-
-    The call is in `context_parallel`, or accelerate has prepared the module for it.
-    """
+    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only."""
     exact: Any = torch.nn.functional.scaled_dot_product_attention
     # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
     replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")

@@ -165,8 +165,7 @@ def test_spectral_norm_is_removed_and_added_on_loading(tmp_path):
     kept.save_pretrained(tmp_path / "kept")
     assert AutoConfig.from_pretrained(tmp_path / "kept").spectral_norm is True
     convert_saved_model(tmp_path / "kept", tmp_path / "converted", "kdeformer")
-    close(images(loaded(tmp_path / "converted")), images(kept), 1e-5)
-    plain = loaded(tmp_path / "kept", spectral_norm=False)
+    plain = loaded(tmp_path / "converted", spectral_norm=False)
     assert "generator.conv_to_rgb.weight" in plain.state_dict()
     close(images(plain), images(kept), 1e-5)
     plain.save_pretrained(tmp_path / "plain")
