@@ -256,7 +256,8 @@ def _compute(
     options: dict[str, Any] = {"scale": call.scale, "dropout_p": call.dropout_p}
     added: dict[str, Any] = {"distance_bias": call.distance_bias, "sinks": call.sinks}
     if method is None:
-        return exact_layer(*tensors, key_mask, **options, **added, window=call.window, is_causal=call.is_causal)
+        given = {**options, **added, "window": call.window, "is_causal": call.is_causal}
+        return exact_layer(*tensors, key_mask, **given)
     settings.warn_beyond_calibration(getattr(module, "config", None), name, tensors[1].shape[2], key_mask)
     num_heads = tensors[0].shape[1]
     parameters: Mapping[str, Tensor] = required_tensors(module, method, call.location.name)
