@@ -1,8 +1,7 @@
 """`hea.attention_error`: the error of every layer and head of a converted model, estimated on real inputs.
 
-The model runs as it is. In each call of a method, the output of a few queries is compared with their exact output for
-the same queries, keys and values, so that no attention is computed exactly as a whole. What is measured is the error
-that a layer adds to the inputs that it gets, and these contain the errors of the layers before it.
+In each call of a method, the output of a few queries is compared with their exact output for the same queries, keys and
+values, so that no attention is computed exactly as a whole.
 """
 
 import statistics
@@ -36,7 +35,7 @@ class LayerError:
         name: the module's name in its model.
         method: its method; "sdpa" if it computes exact attention.
         tokens: the largest number of valid keys of a sequence.
-        estimate: float64 (B, H), the estimated error of each head on each sequence with a valid token.
+        estimate: float64 (B, H), the estimated error of each head on each sequence with a valid token, in all calls.
         bound: float64 (B, H), an upper bound of it.
     """
 
@@ -72,7 +71,7 @@ class ModelError:
     """The errors of all attention modules of a model, as `hea.attention_error` returns them. `print` shows a table.
 
     Attributes:
-        layers: one entry for each call of an attention module, in their order.
+        layers: one entry for each attention module, in order; two if only some of its calls stay exact.
         num_rows: queries of each head that were compared; None for all of them.
     """
 
@@ -144,7 +143,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
             f"{type(roots[0]).__name__} computes exact attention in every layer, so that there is no error: convert it "
             "first, with hea.convert(model, method)"
         )
-    errors: list[LayerError] = []
+    errors: dict[tuple[nn.Module, str], LayerError] = {}
 
     def compute(call: Call) -> Tensor:
         if (method := call.chosen(methods[call.module])) is None:
@@ -161,7 +160,11 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
             rows = zip(*(_sequence_error(call, b, num_rows, seed) for b in sequences), strict=True)
             estimate, bound = (torch.stack(values).cpu().double() for values in rows)
         name = settings.EXACT if method is None else method.method
-        errors.append(LayerError(call.layer, call.name, name, call.tokens, estimate, bound))
+        tokens, former = call.tokens, errors.get((call.module, name))
+        if former is not None:
+            tokens = max(tokens, former.tokens)
+            estimate, bound = torch.cat((former.estimate, estimate)), torch.cat((former.bound, bound))
+        errors[call.module, name] = LayerError(call.layer, call.name, name, tokens, estimate, bound)
 
     with capture_attention(model, visit, compute, windows=True):
         forward(model, batch)
@@ -170,7 +173,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
             "the batch has no valid token in any attention layer, so that there is nothing to measure: check its "
             "attention_mask"
         )
-    return ModelError(tuple(errors), num_rows)
+    return ModelError(tuple(errors.values()), num_rows)
 
 
 def _sequence_error(call: Call, b: int, num_rows: int | None, seed: int) -> RowError:

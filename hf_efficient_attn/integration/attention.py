@@ -32,7 +32,7 @@ from hf_efficient_attn.ops.shards import HeadSlice
 # The attention functions as they were registered, by the methods' names.
 REGISTERED: dict[str, Callable[..., Any]] = {}
 # Arguments that change what attention computes, as Transformers' attention functions and paged caches name them.
-_ATTENTION_ARGUMENTS = ("softcap", "cache", "read_index", "write_index")
+_ATTENTION_ARGUMENTS = ("softcap", "cache", "read_index", "write_index", model_kinds.SINKS, ARGUMENT)
 _ATTENTION_WORDS = (
     "attention", "attn", "mask", "bias", "alibi", "sink", "cache", "seq_len", "seqlen", "seq_idx", "block", "window",
     "indices",
@@ -141,10 +141,14 @@ def make_attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         tensors = (query, key, value)
-        shards = shards_of(module, kwargs)
+        shards, location = shards_of(module, kwargs), location_of(module)
         refuse_context_parallel(name, module)
-        call = read_call(name, module, location_of(module), key, attention_mask, kwargs)
-        method = _method_of_call(name, module, call, is_square=query.shape[2] == key.shape[2])
+        has_pairs = shards is None and inputs.has_pairs(attention_mask)
+        if has_pairs and _method_of_call(name, module, location, is_self=True) is None:
+            refuse_arguments(name, kwargs)
+            return ALL_ATTENTION_FUNCTIONS[EXACT](module, query, key, value, attention_mask, **kwargs)
+        call = read_call(name, module, location, key, attention_mask, kwargs)
+        method = _method_of_call(name, module, location, call.is_causal or query.shape[2] == key.shape[2])
         if call.filled is not None:
             call, tensors = _without_empty_places(name, method, call, tensors)
             query, key, value = tensors
@@ -196,14 +200,14 @@ def _without_empty_places(
     return call._replace(key_mask=mask), (query, key[:, :, :end], value[:, :, :end])
 
 
-def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square: bool) -> MethodConfig | None:
-    """The method that computes a call; None for exact attention, of which cross attention warns."""
+def _method_of_call(name: str, module: nn.Module, location: ModuleLocation, is_self: bool) -> MethodConfig | None:
+    """The method that computes a call; None for exact attention, of which cross attention (not `is_self`) warns."""
     config = getattr(module, "config", None)
-    method = settings.method_at(config, name, call.location)
-    if method is not None and (call.location.is_cross or not (call.is_causal or is_square)):
+    method = settings.method_at(config, name, location)
+    if method is not None and (location.is_cross or not is_self):
         reason = refusals.why_cross_attention_is_exact(method, config)
         if reason is not None:
-            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, call.location)])
+            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
             return None
     return method
 
@@ -270,10 +274,7 @@ def _compute(
 
 
 def required_tensors(module: nn.Module, method: MethodConfig, name: str) -> dict[str, Tensor]:
-    """The learned parameters with which a module computes a method; empty if the method learns none.
-
-    A module that lacks them, because its config was changed without switching the model, is refused.
-    """
+    """The learned parameters with which a module computes a method; empty if the method learns none."""
     learned = learned_of(module) if NAME in module._modules else None
     if learned is not None and learned.method == method:
         return learned()
@@ -325,10 +326,7 @@ def sharded_parameters(module: nn.Module) -> list[Any]:
 
 
 def refuse_context_parallel(name: str, module: nn.Module) -> None:
-    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only.
-
-    The call is in `context_parallel`, or accelerate has prepared the module for it.
-    """
+    """Refuse PyTorch's context parallelism, which divides the sequence and takes care of PyTorch's attention only."""
     exact: Any = torch.nn.functional.scaled_dot_product_attention
     # PyTorch's own is built in, and torch.compile cannot read its module (PyTorch 2.14).
     replaced = isinstance(exact, FunctionType) and exact.__module__.startswith("torch.distributed")

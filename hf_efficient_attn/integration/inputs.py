@@ -251,6 +251,11 @@ def _is_plain(
     return plain
 
 
+def has_pairs(mask: object) -> bool:
+    """Whether a mask says which pairs of queries and keys count. It is of a model or a user, and says all."""
+    return isinstance(mask, Tensor) and (mask.is_floating_point() or (mask.dtype == torch.bool and mask.ndim > 2))
+
+
 def read_mask(name: str, mask: object) -> KeyMask:
     """Read a mask of `padding_mask`, as an attention module passes it on; refuse others in the name of a method."""
     if mask is None:
@@ -270,5 +275,6 @@ def read_mask(name: str, mask: object) -> KeyMask:
     kind = f"{mask.ndim}-D {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
     raise UnsupportedAttentionError(
         f"{name}: a {kind} attention mask cannot be kept: give the model an attention_mask (batch, sequence length) "
-        f"that is 1 for every token and 0 for padding, or use attn_implementation={EXACT!r}"
+        "that is 1 for every token and 0 for padding, or, if the model makes the mask itself, choose the layers "
+        f"without it (layers=[...]), or use attn_implementation={EXACT!r}"
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, initialization
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.integration import models, settings
+from hf_efficient_attn.integration import model_kinds, models, settings
 from hf_efficient_attn.methods import MethodConfig, get_method, learns, parameter_shapes
 
 # Contains no "attention.key" or the like, because Transformers renames such parts in the keys of some checkpoints.
@@ -169,16 +169,18 @@ def _sizes(found: models.AttentionModule, method: MethodConfig) -> dict[str, int
     return {
         "num_heads": num_heads,
         "num_kv_heads": first("num_key_value_heads") or num_heads,
-        "head_dim": head_dim,
+        "head_dim": head_dim * model_kinds.kind_at(found.module).size_of_keys,
         "value_dim": first("value_head_dim", "v_head_dim") or head_dim,
         "max_length": max_length,
     }
 
 
 def _num_patches(config: PreTrainedConfig) -> int | None:
-    """The number of patches of a picture, with room for a class token and DeiT's distillation token."""
+    """The patches of a picture, a class token, and DeiT's distillation token or other tokens; None for videos."""
     sizes: Any = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if None in sizes:
+    if None in sizes or hasattr(config, "tubelet_size"):
         return None
     (height, width), (patch_height, patch_width) = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
-    return (height // patch_height) * (width // patch_width) + 2
+    names = ("num_register_tokens", "num_detection_tokens", "n_cls_tokens", "num_summary_tokens")
+    others = 1 + sum(getattr(config, name, 0) for name in names)
+    return (height // patch_height) * (width // patch_width) + max(2, others)

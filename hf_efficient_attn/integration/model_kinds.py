@@ -65,6 +65,8 @@ class ModelKind(NamedTuple):
     needs_exact_config: bool = False
     # An attention module whose keys its model reads from the cache, which must therefore keep those of all tokens.
     needs_cached_keys: bool = False
+    # How many times the size of a head, and of a value, a query and a key have.
+    size_of_keys: int = 1
     # An attribute of the config and its value, without which the row is not for a module; None for all configs.
     if_config: tuple[str, object] | None = None
 
@@ -92,6 +94,7 @@ KINDS = (
         "(FastSpeech2Conformer|LasrEncoder|ParakeetEncoder)ConvolutionModule",
         needs_matrix="finds the padding in a (queries, keys) mask",
     ),
+    ModelKind("PixtralVisionModel", needs_matrix="makes a mask of its own that keeps pictures apart"),
     ModelKind(r"(KyutaiSpeechToText|Moonshine\w*|Moshi|NemotronAsrStreamingEncoder)Attention", hides_window=True),
     ModelKind(r"(Phimoe|Qwen2Moe|T5Gemma2Merged|EsmFold2Atom)Attention", hides_window=True),
     ModelKind(r"(\w+OcrText|DeepseekOcr2Text|\w+Audio)Attention", hides_window=True),
@@ -99,6 +102,7 @@ KINDS = (
     ModelKind("Siglip2MultiheadAttentionPoolingHead", needs_exact_config=True),
     ModelKind("DiffusionGemmaDecoderTextAttention", hides_window=True),  # it says a window, and attends to all keys
     ModelKind("DiffusionGemmaEncoderTextAttention", needs_cached_keys=True),
+    ModelKind("ConditionalDetrDecoderCrossAttention", size_of_keys=2),  # a token and its position
     ModelKind("DoryAttention", needs_cached_keys=True, if_config=("recurrent_kv_cache_mode", "last_loop")),
 )
 _ORDINARY = ModelKind("")

@@ -32,9 +32,10 @@ def check(model: PreTrainedModel, chosen: Sequence[models.AttentionModule], is_c
     if not through and (chosen or is_complete):
         raise UnsupportedAttentionError(_no_interface(model, next(iter(named.values()))))
     for what, module, path in _needs_of_a_matrix(model, through):
+        others = "the layers of another part (layers=[...]), or " if model.config.sub_configs else ""
         raise UnsupportedAttentionError(
             f"{kind} {what} (in {type(module).__name__} at {path or 'the top'}), for which no method here builds a "
-            f"matrix: use {_exact_for(through)}, or a model without it, such as BERT, GPT-2 or Llama"
+            f"matrix: use {others}{_exact_for(through)}, or a model without it, such as BERT, GPT-2 or Llama"
         )
     if is_complete:
         _check_layers(kind, chosen)
@@ -157,9 +158,10 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
             f"{kind} has no attention in layers {missing}; its layers are {'; '.join([str(layers), *notes])}. Names "
             f"that select several of them: {', '.join(map(repr, names_of(x.location.name for x in chosen)))}"
         )
+    through = [found for found in chosen if models.uses_interface(type(found.module))]
     for group in selected.values():
         if all(found.location.window is not None for found in group):
-            others = ", ".join(found.location.name for found in chosen if found.location.window is None)
+            others = ", ".join(found.location.name for found in through if found.location.window is None)
             another = f"use {_exact_for(group)} for this model, or another model"
             raise UnsupportedAttentionError(
                 f"{method_of(group[0].config)}: {kind} has a sliding window of its own in {group[0].location.name}"

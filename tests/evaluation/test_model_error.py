@@ -90,6 +90,8 @@ def test_methods_and_exact_layers_of_one_model_are_told_apart():
     assert (found.layers[0].bound == 0).all()
     assert all(one.mean > 0.01 for one in found.layers[1:])
     assert found.mean() == pytest.approx((found.layers[1].mean + found.layers[2].mean) / 2)
+    model.encoder.layer[2] = model.encoder.layer[1]  # two calls of one module, with two sequences each
+    assert [len(one.bound) for one in hea.attention_error(model, tiny_batch("bert")).layers] == [2, 4]
 
 
 @pytest.mark.parametrize(("family", "method"), [("bert", "flurka_linear"), ("gpt2", "linear")])

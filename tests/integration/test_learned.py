@@ -12,7 +12,9 @@ from each import close, refuses
 from helpers.learned import LEARNING, learned_in, shake
 from helpers.model_types import sizes
 from helpers.trainings import values
-from hf_efficient_attn.integration.learned import learned_of
+from hf_efficient_attn.integration.layers import ModuleLocation
+from hf_efficient_attn.integration.learned import attach, learned_of
+from hf_efficient_attn.integration.models import AttentionModule
 from hf_efficient_attn.methods import get_method
 from hf_efficient_attn.ops.features.maps import LEARNED, count_features, start_map
 from instances import inputs, numbers
@@ -88,7 +90,7 @@ def test_switching_again(method, tmp_path):
 
 
 def test_the_length_of_tables():
-    """They are made for the positions of the model, which are extended before, or for `max_length`."""
+    """They are made for the positions of the model, which are extended before, for a picture, or for `max_length`."""
     model = convert(tiny_model("bert"), "linformer", max_length=20)
     refuses("max_length", output, model, tiny_batch("bert"))
     convert(model, "linformer")
@@ -99,6 +101,12 @@ def test_the_length_of_tables():
     model, batch = _spectrogram()
     refuses("give max_length=N", hea.convert, model, "linformer", projection_dim=4)
     assert output(hea.convert(model, "linformer", projection_dim=4, max_length=40), batch()).isfinite().all()
+    kind = type("ConditionalDetrDecoderCrossAttention", (torch.nn.Module,), {"num_heads": 4, "head_dim": 8})
+    place, method = ModuleLocation(0, "0", True, 0), hea.LinformerConfig()
+    for name, length in (("ViT", 198), ("Dinov2WithRegisters", 201), ("Yolos", 32 * 54 + 101)):
+        attach(AttentionModule(module := kind(), place, getattr(transformers, f"{name}Config")(), None), method)
+        assert {"head_dim": 16, "value_dim": 8, "max_length": length}.items() <= learned_of(module).sizes.items()
+    refuses("max_length=N", attach, AttentionModule(kind(), place, transformers.VideoMAEConfig(), None), method)
 
 
 @each
@@ -212,8 +220,7 @@ def test_key_heads_of_grouped_queries_have_one_map_each(feature_map):
     repeated = {name: x.repeat_interleave(2, 0) for name, x in maps.items()}
     wanted = hea.attention("linear", query, *(x.repeat_interleave(2, 1) for x in (key, value)), **options, **repeated)
     torch.testing.assert_close(found, wanted)
-    model = tiny_model("llama")
-    hea.convert(model, "linear", feature_map=feature_map, num_features=12)
+    model = hea.convert(tiny_model("llama"), "linear", feature_map=feature_map, num_features=12)
     shapes = {p.shape[0] for m in learned_in(model).values() for p in m.parameters()}
     assert shapes == {model.config.num_key_value_heads}
 

@@ -63,6 +63,7 @@ MODELS = {
     "diffusion_gemma": ({"text_config": {**SIZES, **WINDOW, "vocab_size": 60, "num_experts": 2, "top_k_experts": 1,
                                          "moe_intermediate_size": 8, "num_global_key_value_heads": 2},
                          "vision_config": {**SIZES, "head_dim": 16}, "canvas_length": 6}, "that only a mask knows"),
+    "pixtral": ({}, "makes a mask of its own .*PixtralVisionModel"),
     "gemma2": (WINDOW, r"adds a soft cap .*attn_implementation='(eager|sdpa)'"),
     "lasr_encoder": ({"subsampling_conv_channels": 16, "num_mel_bins": 16, "conv_kernel_size": 4},
                      "finds the padding .*LasrEncoderConvolutionModule"),

@@ -300,10 +300,13 @@ def test_unknown_names_and_values_are_refused_at_once():
     refuses("read-only", config.efficient_attention.__setitem__, "num_samples", 8)
 
 
+@pytest.mark.parametrize("mask", [numbers(2, 1, 70, 70).float(), numbers(2, 1, 70, 70) > 0], ids=["float", "bool"])
 @pytest.mark.parametrize("family", ["bert", *DECODERS])
-def test_masks_of_pairs_are_refused(family):
-    batch = {**tiny_batch(family), "attention_mask": torch.ones(2, 1, 70, 70)}
-    refuses("4-D", output, tiny_model(family, "longformer"), batch)
+def test_masks_of_pairs_are_refused_but_in_layers_that_stay_exact(family, mask):
+    model, batch = tiny_model(family), {**tiny_batch(family), "attention_mask": mask}
+    refuses("4-D.*choose the layers", output, hea.convert(model, "longformer", layers=[1]), batch)
+    del next(x for x in model.modules() if isinstance(x, torch.nn.ModuleList))[1]
+    assert torch.equal(output(model, batch), output(hea.convert(model, "sdpa"), batch))
 
 
 def test_a_mask_of_keys_that_a_model_adds_to_the_scores():

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel
 import hf_efficient_attn as hea
 from each import close, refuses
 from helpers.tiny_biggan import SIZES, enable_checkpointing, images, inputs, randomized, tiny
+from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from hf_efficient_attn.evaluation import analyze
 from hf_efficient_attn.models import biggan
 from hf_efficient_attn.models.biggan import BigGANConfig, BigGANModel, truncated_noise
@@ -163,7 +164,8 @@ def test_spectral_norm_is_removed_and_added_on_loading(tmp_path):
     kept = tiny(spectral_norm=True)
     kept.save_pretrained(tmp_path / "kept")
     assert AutoConfig.from_pretrained(tmp_path / "kept").spectral_norm is True
-    plain = loaded(tmp_path / "kept", spectral_norm=False)
+    convert_saved_model(tmp_path / "kept", tmp_path / "converted", "kdeformer")
+    plain = loaded(tmp_path / "converted", spectral_norm=False)
     assert "generator.conv_to_rgb.weight" in plain.state_dict()
     close(images(plain), images(kept), 1e-5)
     plain.save_pretrained(tmp_path / "plain")

@@ -66,13 +66,14 @@ def checkpoint_names(spectral_norm: bool) -> dict[str, str]:
     # The division of weights by their spectral norm. Only `from_pretrained` needs it, and registering it takes a while.
     converter = WeightConverter([*TRIPLE], "weight", [DivideBySpectralNorm()])
     register_checkpoint_conversion_mapping(BigGANConfig.model_type, [converter], overwrite=True)
+    # The end is (?!.), because Transformers reverses these patterns to names, and would keep a $ in them.
     names = {rf"\.{theirs}\.": f".{ours}." for theirs, ours in PROJECTIONS.items()}
     for (theirs, ours), between in zip(KEPT.items(), TRIPLE, strict=True):
         target = f".parametrizations.weight.{ours}" if spectral_norm else f".{between}"
-        names |= {rf"\.{theirs}$": target, rf"\.parametrizations\.weight\.{re.escape(ours)}$": target}
+        names |= {rf"\.{theirs}(?!.)": target, rf"\.parametrizations\.weight\.{re.escape(ours)}(?!.)": target}
     if spectral_norm:
         for layer in NORMALIZED:
-            names[rf"\.{layer}\.weight$"] = f".{layer}.parametrizations.weight.original"
+            names[rf"\.{layer}\.weight(?!.)"] = f".{layer}.parametrizations.weight.original"
     return names
 
 
