@@ -20,6 +20,7 @@ from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.ops.backends.devices import widened
+from hf_efficient_attn.ops.tracing import keeping_draws
 
 # task -> how the outputs of a method are compared with those of exact attention. For other tasks it is "top1".
 AGREEMENT = {"embedding": "cosine", "causal-lm": "perplexity_ratio"}
@@ -289,14 +290,15 @@ def _state_errors(answer: Answer, exact: Answer) -> Tensor:
 def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, Tensor | None]:
     """Run what a task needs of a model; returns its output, and the last hidden states or the logits.
 
-    The hidden states are those of the model without its head, which is all that embeddings need.
+    The hidden states are those of the model without its head, which is all that embeddings need. Every run draws the
+    same random numbers, such as the mask of a ViTMAE.
     """
     states: list[Tensor | None] = []
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))
 
-    with model.base_model.register_forward_hook(keep):
+    with keeping_draws(model.device), model.base_model.register_forward_hook(keep):
         output = forward(model.base_model if task == "embedding" else model, inputs.values)
     return output, states[-1]
 

@@ -124,10 +124,15 @@ def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[N
     if seed is None:
         yield
         return
-    # Tensors on an accelerator know its number. The CPU has none, and `fork_rng` always keeps its state.
-    with torch.random.fork_rng([] if device.index is None else [device], device_type=device.type):
+    with keeping_draws(device):
         torch.manual_seed(int(seed))
         yield
+
+
+def keeping_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context after which the global generators go on as before it."""
+    # Tensors on an accelerator know its number. The CPU has none, and `fork_rng` always keeps its state.
+    return torch.random.fork_rng([] if device.index is None else [device], device_type=device.type)
 
 
 class _Part(NamedTuple):

@@ -24,7 +24,7 @@ from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
-from tiny_models import IMAGES, SMALL, T2T_VIT, tiny_model
+from tiny_models import IMAGES, SIZES, SMALL, T2T_VIT, tiny_model
 
 QUICK = Procedure(rounds=1, memory=False)
 FAST = ("--rounds", 1, "--no-memory")
@@ -488,6 +488,16 @@ def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
     for length in (tokens, 4 * tokens - 3):
         found = data.inputs(length, 0, 1)
         assert model(**found.values).last_hidden_state.shape[1] == found.tokens == length
+
+
+@pytest.mark.parametrize(("name", "length"), [("ViTMAE", 5)])
+def test_encoders_of_pictures(name, length, photographs, tmp_path):
+    """One draws its mask in eval mode, too: exact attention and methods see the same patches."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, image_size=16, patch_size=4)
+    source = save(tmp_path / "source", getattr(transformers, f"{name}Model")(config), "vit")
+    row = bench(source, {"within": make_config("nearfar")}, [length], data=photographs, rows=2)["measurements"][1]
+    assert [row[key] for key in ("length", "pixels", "error", "output_error")] == [length, 16, 0, 0]
+    assert row["agreement"] == pytest.approx(1)
 
 
 def test_names_and_tasks(made):

@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hf_efficient_attn as hea
 from each import close, refuses
+from helpers.model_types import case
 from helpers.trainings import HEDGEHOG, batches, values
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
 from hf_efficient_attn.evaluation.progress import Interrupted
@@ -299,6 +300,14 @@ def test_the_second_stage_is_without_dropout(rank):
         hea.distill(model, "linear", batches(), steps=2, options=options, **HEDGEHOG)
     close(values(models[1]), values(models[0]), 0)
     assert [model.embeddings.dropout.training for model in models] == [False, True]
+
+
+def test_the_second_stage_draws_what_the_teacher_draws():
+    """A ViTMAE draws its mask in eval mode, too."""
+    kind, config, inputs = case("ViTMAE")
+    model, options = kind(config), FinetuningOptions(steps=1)
+    losses = Finetuning(model, make_teacher(model, options), options).measure(inputs)
+    assert max(one.loss for one in losses) < 1e-9
 
 
 def test_the_course_of_the_learning_rates():
