@@ -333,4 +333,4 @@ def analyze_checkpoint(
     }
     with timing.memory_errors("give a smaller --length or fewer --rows"), timing.use_device(model.device):
         # The head of a language model would compute a large matrix that is not needed.
-        return analyze(model.base_model, batch.values, about=about, **options)
+        return analyze(capture.without_head(model), batch.values, about=about, **options)

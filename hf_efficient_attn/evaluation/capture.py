@@ -250,6 +250,12 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
     return model(**inputs)
 
 
+def without_head(model: PreTrainedModel) -> nn.Module:
+    """The model without its head: its base model, unless that is an encoder of what the model embeds (DINOv3)."""
+    base: nn.Module = model.base_model  # the annotations of Transformers are wrong
+    return base if model.main_input_name in inspect.signature(base.forward).parameters else model
+
+
 def valid_tokens(batch: Batch, output: Tensor, *, of_decoder: bool) -> Any:
     """The index of what the batch does not mask in an output (B, N, D), perhaps that of a decoder beside an encoder."""
     name = "decoder_attention_mask" if of_decoder else "attention_mask"

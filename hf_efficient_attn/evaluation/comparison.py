@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation import timing
-from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
+from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures, without_head
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_of
@@ -293,13 +293,13 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
     The hidden states are those of the model without its head, which is all that embeddings need. Every run draws the
     same random numbers, such as the mask of a ViTMAE.
     """
-    states: list[Tensor | None] = []
+    states, body = list[Tensor | None](), without_head(model)
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))
 
-    with keeping_draws(model.device), model.base_model.register_forward_hook(keep):
-        output = forward(model.base_model if task == "embedding" else model, inputs.values)
+    with keeping_draws(model.device), body.register_forward_hook(keep):
+        output = forward(body if task == "embedding" else model, inputs.values)
     return output, states[-1]
 
 

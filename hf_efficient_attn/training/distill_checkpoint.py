@@ -20,6 +20,7 @@ from tqdm import tqdm
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
 from hf_efficient_attn.evaluation import defaults, pictures, timing
+from hf_efficient_attn.evaluation.capture import without_head
 from hf_efficient_attn.evaluation.data import Files
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.integration.layers import Layer
@@ -194,7 +195,7 @@ class _CheckpointRun:
         self._data = data = TrainingData(model, checked.folder, plan.data, *size, held_out)
         nn.Module.to(model, plan.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
-        trained: nn.Module = model if second and second.target == "logits" else model.base_model
+        trained = model if second and second.target == "logits" else without_head(model)
         teacher = None
         if second is not None:
             with torch.no_grad():  # a refusal would otherwise come after the first stage

@@ -13,7 +13,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from converted import save, tokenizer_for
-from helpers.commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, shown, tree
+from helpers.commands import NOTHING_COMPLETE, TEXT, command, interrupt, read, refused, run_json, shown, tree
 from helpers.encoder_decoders import tiny
 from helpers.learned import shake
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
@@ -30,6 +30,7 @@ QUICK = Procedure(rounds=1, memory=False)
 FAST = ("--rounds", 1, "--no-memory")
 WINDOW = {"window": hea.LongformerConfig(window_size=3)}
 SMALL_METHODS = "kdeformer:block_size=4:num_samples=8,longformer:window_size=4"
+DISTILL = "--method linear --set feature_map=hedgehog --batch-size 2 --steps 2"
 # What `benchmark` compares if no method is named; in decoders without the last.
 COMPARED = ["auto", "kdeformer", "nearfar", "nystromformer"]
 
@@ -490,11 +491,14 @@ def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
         assert model(**found.values).last_hidden_state.shape[1] == found.tokens == length
 
 
-@pytest.mark.parametrize(("name", "length"), [("ViTMAE", 5)])
+@pytest.mark.parametrize(("name", "length"), [("ViTMAE", 5), ("DINOv3ViT", 17)])
 def test_encoders_of_pictures(name, length, photographs, tmp_path):
-    """One draws its mask in eval mode, too: exact attention and methods see the same patches."""
+    """One draws its mask in eval mode, too. The other's `base_model` takes embeddings."""
+    pytest.importorskip("matplotlib")
     config = getattr(transformers, f"{name}Config")(**SIZES, image_size=16, patch_size=4)
     source = save(tmp_path / "source", getattr(transformers, f"{name}Model")(config), "vit")
+    for line in (f"analyze {source} --budgets 4 --length {length}", f"distill {source} {DISTILL} -o {tmp_path}/out"):
+        assert command(*line.split(), "--data", photographs) == 0
     row = bench(source, {"within": make_config("nearfar")}, [length], data=photographs, rows=2)["measurements"][1]
     assert [row[key] for key in ("length", "pixels", "error", "output_error")] == [length, 16, 0, 0]
     assert row["agreement"] == pytest.approx(1)
