@@ -73,10 +73,6 @@ class Call(NamedTuple):
         """Bool (B, Nq), the queries that are not padding; None if all are valid, or if that is unknown."""
         return None if self.location.is_cross or self.query.shape[2] != self.key.shape[2] else self.key_mask
 
-    def row(self, index: int) -> "Call":
-        """The call for one sequence of the batch."""
-        return self.rows(slice(index, index + 1))
-
     def rows(self, some: slice) -> "Call":
         """The call for some sequences of the batch."""
         key_mask = None if self.key_mask is None else self.key_mask[some]
@@ -89,7 +85,8 @@ class Call(NamedTuple):
 
     def longest(self) -> "Call":
         """The call for the sequence with the most tokens."""
-        return self.row(0 if self.key_mask is None else int(self.key_mask.sum(1).argmax()))
+        index = 0 if self.key_mask is None else int(self.key_mask.sum(1).argmax())
+        return self.rows(slice(index, index + 1))
 
     def errors(
         self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None, output: Tensor | None = None

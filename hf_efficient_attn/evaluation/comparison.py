@@ -143,8 +143,7 @@ class LengthComparison:
         found, layers, settings = timing.summary(pairs), self._errors.get(label, []), self._variants[label].settings
         values = {} if settings is None else settings.to_dict()
         compared = list(zip(answers, self._references, strict=True))
-        task = self._data.task
-        ratios = [compare(task, one.compared, exact.compared) for one, exact in compared]
+        ratios = [compare(self._data.task, one.compared, exact.compared) for one, exact in compared]
         return {
             "attention": label,
             "method": values.pop("method", EXACT),
@@ -160,7 +159,7 @@ class LengthComparison:
             "error": _mean(torch.tensor(layers, dtype=torch.float64)),
             "layer_errors": [error if math.isfinite(error) else None for error in layers],
             "output_error": _mean(*(_state_errors(*pair) for pair in compared)),
-            "agreement": _mean(*ratios, is_log=task == "causal-lm"),
+            "agreement": _mean(*ratios, is_log=self._data.task == "causal-lm"),
             "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
             "first_token_seconds": first_token_seconds,
             "tokens_per_second": tokens_per_second,
@@ -290,8 +289,7 @@ def _state_errors(answer: Answer, exact: Answer) -> Tensor:
 def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, Tensor | None]:
     """Run what a task needs of a model; returns its output, and the last hidden states or the logits.
 
-    The hidden states are those of the model without its head, which is all that embeddings need. Every run draws the
-    same random numbers, such as the mask of a ViTMAE.
+    The hidden states are those of the model without its head, all that embeddings need. Each run has the same draws.
     """
     states, body = list[Tensor | None](), without_head(model)
 

@@ -121,11 +121,9 @@ def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[N
 
     Nothing happens if the seed is None.
     """
-    if seed is None:
-        yield
-        return
-    with keeping_draws(device):
-        torch.manual_seed(int(seed))
+    with contextlib.nullcontext() if seed is None else keeping_draws(device):
+        if seed is not None:
+            torch.manual_seed(int(seed))
         yield
 
 
@@ -191,8 +189,7 @@ def call_in_transform(
 
     with torch._C._DisableFuncTorch():  # `vmap` forbids to draw, and to read a number back
         seed = int(draw_seed(leaves[index[0]].device)) if draws else None
-    out: Tensor = _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index))
-    return out
+    return cast(Tensor, _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index)))
 
 
 @replaced_in_graphs(lambda out, name: out)
@@ -227,8 +224,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        part = ctx.part
-        tensors = ctx.saved_tensors
+        part, tensors = ctx.part, ctx.saved_tensors
         if part.is_gradient:
             _refuse_twice(part.name)
         found = iter(_apply(_gradient_of(part), *grads, *tensors))
@@ -248,8 +244,7 @@ class _Call(torch.autograd.Function):
                 f"{part.name}: torch.func.vmap of attention with dropout is not computed: call model.eval(), or set "
                 "the probability of attention dropout to 0"
             )
-        size = info.batch_size
-        dims = in_dims[1:]
+        size, dims = info.batch_size, in_dims[1:]
         if part.by_rows:
             rows = [
                 (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

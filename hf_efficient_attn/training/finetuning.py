@@ -135,8 +135,7 @@ class Finetuning(Training):
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         """The loss of every output."""
         # The model draws what the teacher has drawn, such as the mask of a ViTMAE.
-        draws = keeping_draws(next(self.model.parameters()).device)
-        with torch.no_grad(), draws, contextlib.ExitStack() as stack:
+        with torch.no_grad(), keeping_draws(next(self.model.parameters()).device), contextlib.ExitStack() as stack:
             if self._adapted is not None:
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(capture_attention(self.model, lambda call: None))
