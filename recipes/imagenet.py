@@ -27,7 +27,6 @@ after one epoch (25 steps) on the others.
 """
 
 import functools
-import inspect
 import os
 import pathlib
 import sys
@@ -46,6 +45,7 @@ from torch.utils.data import default_collate
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil
 
 from hf_efficient_attn.checkpoint.loading import no_progress_bar
+from hf_efficient_attn.evaluation.data import resizing_of, side_of
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, image_processor
 from hf_efficient_attn.training.switch import use_new_names
 from recipes.common import training
@@ -146,23 +146,22 @@ def processor_of(norm: Norm, pixels: int, crop_ratio: float) -> ViTImageProcesso
     )  # fmt: skip
 
 
-def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | None, bool]:
+def fit_resolution(model: PreTrainedModel, pixels: int | None) -> tuple[int, int | None, bool]:
     """Set the resolution of a model. None keeps the model's own. T2T-ViT is changed and needs no interpolation.
 
     The results are the side of the pictures, the number of tokens of a picture (None if it differs between layers or is
     unknown), and whether positions are interpolated.
     """
-    sizes = [getattr(model.config, name, None) for name in ("image_size", "patch_size")]
-    sizes = [size[0] if isinstance(size, (list, tuple)) and len(set(size)) == 1 else size for size in sizes]
-    own, patch = (size if isinstance(size, int) else None for size in sizes)
+    own, patch = (side_of(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
     pixels, kind = own if pixels is None else pixels, type(model).__name__
     if pixels is None:
-        raise ValueError(f"the config of {kind} has no image_size: give --resolution")
+        raise ValueError(f"the config of {kind} has no square image_size: give --resolution")
     if pixels < 1 or (patch and pixels % patch):
         raise ValueError(f"--resolution {pixels} is not a multiple of the {patch} pixels of a patch of {kind}")
     if getattr(model.config, "num_channels", 3) != 3:
         raise ValueError(f"{kind} has {model.config.num_channels} input channels; pictures are read as RGB, with three")
-    if pixels != own and "interpolate_pos_encoding" not in inspect.signature(model.forward).parameters:
+    resizing = {} if pixels == own else resizing_of(model, pixels)
+    if resizing is None:
         raise ValueError(f"{kind} cannot interpolate its positions: leave out --resolution to use its own {own} pixels")
     if hasattr(model, "set_image_size"):
         if pixels != own:
@@ -172,9 +171,9 @@ def fit_resolution(model: nn.Module, pixels: int | None) -> tuple[int, int | Non
         return pixels, sizes.pop() if len(sizes) == 1 else None, False
     tables = [p for name, p in model.named_parameters() if name.endswith("position_embeddings") and p.ndim == 3]
     if not patch or not own or len(tables) != 1:
-        return pixels, None, pixels != own
+        return pixels, None, bool(resizing)
     # The table also holds the class token, and DeiT's distillation token.
-    return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2, pixels != own
+    return pixels, (pixels // patch) ** 2 + tables[0].shape[1] - (own // patch) ** 2, bool(resizing)
 
 
 @dataclass

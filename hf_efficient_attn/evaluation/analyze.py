@@ -139,7 +139,7 @@ class _Analysis:
         for candidate, errors in self._study.add(rows, some.candidates, some.rows.start).items():
             values[candidate] += [errors[b] for b in rows.sequences]
         if some.properties:
-            for name, heads in _matrix_properties(call.row(0)).items():
+            for name, heads in _matrix_properties(call.rows(slice(1))).items():
                 values[name].append(heads)
         self._done[call.name] += 1
         if self._done[call.name] == len(self._visits) * self._calls[call.name]:
@@ -306,13 +306,12 @@ def analyze_checkpoint(
     if not inputs.is_image:
         wanted = inputs.longest
     elif length is None:
-        wanted = max(wanted if inputs.resizes else 0, inputs.native_tokens)
+        wanted = max(0 if inputs.resizing is None else wanted, inputs.native_tokens)
     inputs.check_length(wanted)
     positions = num_positions(model)
     model.to(device or model.device)
     timing.check_memory(model, inputs.tokens_for(wanted), inputs.rows)
     notes = [None if inputs.is_image else allow_length(model, wanted)]
-    is_extended = not inputs.is_image and positions is not None and num_positions(model) != positions
     batch = inputs.inputs(wanted, 0, inputs.rows)
     if batch.pixels is not None and batch.pixels != inputs.native:
         notes.append(
@@ -327,10 +326,10 @@ def analyze_checkpoint(
         "source": checked.title,
         "data": {"name": inputs.name, "rows": inputs.rows},
         "pixels": batch.pixels,
-        "max_length": wanted if is_extended else None,
+        "max_length": wanted if num_positions(model) != positions else None,
         "notes": [note for note in notes if note],
         "machine": timing.machine(model),
     }
     with timing.memory_errors("give a smaller --length or fewer --rows"), timing.use_device(model.device):
         # The head of a language model would compute a large matrix that is not needed.
-        return analyze(model.base_model, batch.values, about=about, **options)
+        return analyze(capture.without_head(model), batch.values, about=about, **options)

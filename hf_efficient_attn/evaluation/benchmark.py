@@ -184,7 +184,7 @@ def _result(
 def _default_lengths(data: ModelData, native: int | None) -> list[int]:
     """Lengths that double, up to four times the model's maximum, as far as the text allows."""
     if data.is_image:
-        return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizes else (1,))]
+        return [factor * data.native_tokens for factor in ((1, 2, 4) if data.resizing is not None else (1,))]
     native = native or _SHORTEST
     shortest = min(native, _SHORTEST)
     lengths = [shortest << power for power in range((4 * native // shortest).bit_length())]
@@ -222,8 +222,7 @@ def _notes_on(rows: Sequence[Mapping[str, Any]], data: ModelData, chunk: int | N
     if data.is_image:
         sides = {row["length"]: row["pixels"] for row in rows}
         sizes = ", ".join(f"{side} x {side} pixels for {length} tokens" for length, side in sorted(sides.items()))
-        trained = f"The model was trained with {data.native} x {data.native} pixels."
-        notes.append(f"Pictures are resized: {sizes}. {trained}")
+        notes.append(f"Pictures are resized: {sizes}. The model was trained with {data.native} x {data.native} pixels.")
     if data.name == DOCUMENTATION:
         notes.append("No data are given: the texts are Python's own documentation (pydoc_data.topics).")
     if not data.is_real:

@@ -255,7 +255,7 @@ class Study:
             self._taken[call.layer, candidate] += seconds
             self._sequences[call.layer, candidate] += len(call.query)
         self.tokens[call.layer] = max(call.tokens, self.tokens[call.layer])
-        self._fewest = min([self._fewest, *(call.row(b).tokens for b in call.sequences)])
+        self._fewest = min([self._fewest, *(call.rows(slice(b, b + 1)).tokens for b in call.sequences)])
         for candidate, errors in found.items():
             known = self.table.setdefault((call.layer, candidate), {})
             for b in call.sequences:

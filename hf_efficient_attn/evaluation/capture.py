@@ -73,10 +73,6 @@ class Call(NamedTuple):
         """Bool (B, Nq), the queries that are not padding; None if all are valid, or if that is unknown."""
         return None if self.location.is_cross or self.query.shape[2] != self.key.shape[2] else self.key_mask
 
-    def row(self, index: int) -> "Call":
-        """The call for one sequence of the batch."""
-        return self.rows(slice(index, index + 1))
-
     def rows(self, some: slice) -> "Call":
         """The call for some sequences of the batch."""
         key_mask = None if self.key_mask is None else self.key_mask[some]
@@ -89,7 +85,8 @@ class Call(NamedTuple):
 
     def longest(self) -> "Call":
         """The call for the sequence with the most tokens."""
-        return self.row(0 if self.key_mask is None else int(self.key_mask.sum(1).argmax()))
+        index = 0 if self.key_mask is None else int(self.key_mask.sum(1).argmax())
+        return self.rows(slice(index, index + 1))
 
     def errors(
         self, config: MethodConfig, parameters: Mapping[str, Tensor] | None = None, output: Tensor | None = None
@@ -248,6 +245,12 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
     if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)
+
+
+def without_head(model: PreTrainedModel) -> nn.Module:
+    """The model without its head: its base model, unless that is an encoder of what the model embeds (DINOv3)."""
+    base: nn.Module = model.base_model  # the annotations of Transformers are wrong
+    return base if model.main_input_name in inspect.signature(base.forward).parameters else model
 
 
 def valid_tokens(batch: Batch, output: Tensor, *, of_decoder: bool) -> Any:

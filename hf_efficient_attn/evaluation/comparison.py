@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.conversion import convert
 from hf_efficient_attn.evaluation import timing
-from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures
+from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward, takes_pictures, without_head
 from hf_efficient_attn.evaluation.data import Inputs, ModelData
 from hf_efficient_attn.integration.layers import Layer, in_order
 from hf_efficient_attn.integration.learned import learned_of
 from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.ops.backends.devices import widened
+from hf_efficient_attn.ops.tracing import keeping_draws
 
 # task -> how the outputs of a method are compared with those of exact attention. For other tasks it is "top1".
 AGREEMENT = {"embedding": "cosine", "causal-lm": "perplexity_ratio"}
@@ -142,8 +143,7 @@ class LengthComparison:
         found, layers, settings = timing.summary(pairs), self._errors.get(label, []), self._variants[label].settings
         values = {} if settings is None else settings.to_dict()
         compared = list(zip(answers, self._references, strict=True))
-        task = self._data.task
-        ratios = [compare(task, one.compared, exact.compared) for one, exact in compared]
+        ratios = [compare(self._data.task, one.compared, exact.compared) for one, exact in compared]
         return {
             "attention": label,
             "method": values.pop("method", EXACT),
@@ -159,7 +159,7 @@ class LengthComparison:
             "error": _mean(torch.tensor(layers, dtype=torch.float64)),
             "layer_errors": [error if math.isfinite(error) else None for error in layers],
             "output_error": _mean(*(_state_errors(*pair) for pair in compared)),
-            "agreement": _mean(*ratios, is_log=task == "causal-lm"),
+            "agreement": _mean(*ratios, is_log=self._data.task == "causal-lm"),
             "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
             "first_token_seconds": first_token_seconds,
             "tokens_per_second": tokens_per_second,
@@ -289,15 +289,15 @@ def _state_errors(answer: Answer, exact: Answer) -> Tensor:
 def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, Tensor | None]:
     """Run what a task needs of a model; returns its output, and the last hidden states or the logits.
 
-    The hidden states are those of the model without its head, which is all that embeddings need.
+    The hidden states are those of the model without its head, all that embeddings need. Each run has the same draws.
     """
-    states: list[Tensor | None] = []
+    states, body = list[Tensor | None](), without_head(model)
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))
 
-    with model.base_model.register_forward_hook(keep):
-        output = forward(model.base_model if task == "embedding" else model, inputs.values)
+    with keeping_draws(model.device), body.register_forward_hook(keep):
+        output = forward(body if task == "embedding" else model, inputs.values)
     return output, states[-1]
 
 

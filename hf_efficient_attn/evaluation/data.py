@@ -1,16 +1,13 @@
-"""Inputs of any length for a model, and the task that the model is for.
+"""Inputs of any length for a model, and the task that the model is for."""
 
-Inputs are texts or pictures of the user, Python's own documentation (`pydoc_data.topics`), or random pixels.
-"""
-
+import contextlib
 import importlib.util
-import inspect
 import math
 import pathlib
 import pydoc_data.topics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +20,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_efficient_attn.conversion import extend_positions
 from hf_efficient_attn.conversion.convert import is_rotary, num_positions
-from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.evaluation.capture import summarize_attention, takes_pictures
+from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
+from hf_efficient_attn.evaluation.capture import capture_attention, forward, summarize_attention, takes_pictures
 from hf_efficient_attn.io.reading import open_picture, pictures_of, special_tokens, text_of, texts_in
 
 # Files and folders with inputs: one or several.
@@ -52,8 +49,7 @@ class Inputs(NamedTuple):
 
     def to(self, device: torch.device) -> "Inputs":
         """The inputs on a device."""
-        moved: Inputs = tree_map_only(Tensor, lambda x: x.to(device), self)
-        return moved
+        return cast("Inputs", tree_map_only(Tensor, lambda x: x.to(device), self))
 
 
 def task_of(model: PreTrainedModel) -> str:
@@ -100,7 +96,7 @@ def allow_length(model: PreTrainedModel, length: int) -> str | None:
 
 
 class ModelData:
-    """Inputs for a model: texts or pictures of a file, Python's documentation, or random pixels.
+    """Inputs for a model: texts or pictures of files, Python's documentation (`pydoc_data.topics`), or random pixels.
 
     Args:
         model, folder: in eval mode, and the checkpoint that it was loaded from, with its tokenizer or image processor.
@@ -115,6 +111,7 @@ class ModelData:
         is_real: whether the data are not random pixels.
         rows: number of inputs of each length.
         native, native_tokens: height and width of the pictures that the model was trained with, and their tokens.
+        resizing: as `resizing_of` returns it.
 
     A file that cannot be read, data that are too short, and a model without tokenizer or image processor, are refused.
     """
@@ -174,20 +171,23 @@ class ModelData:
         self.rows = min(self.rows, max(1, count // self.longest))
 
     def _open_pictures(self, model: PreTrainedModel, folder: pathlib.Path, files: Sequence[pathlib.Path]) -> None:
-        image, patch = (_side(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
+        kind = type(model).__name__
+        image, patch = (side_of(getattr(model.config, name, None)) for name in ("image_size", "patch_size"))
         if image is None or patch is None:
             raise UnsupportedAttentionError(
-                f"the config of {type(model).__name__} has no image_size and patch_size, so that the number of "
-                "tokens of a picture is unknown"
+                f"only square pictures are measured, and the config of {kind} has no image_size and patch_size of "
+                "squares: call hea.calibrate or hea.distill with batches of your own"
             )
         self.native, self.patch, self._channels = image, patch, getattr(model.config, "num_channels", 3)
-        self.resizes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-        noise = torch.zeros(1, self._channels, image, image, dtype=self.dtype)
-        self.native_tokens = summarize_attention(model, {"pixel_values": noise}).max_kv_len
+        what = f"{kind} fails with a picture alone, so call hea.calibrate or hea.distill with batches of your own"
+        with refusing(what, UnsupportedAttentionError):
+            self.native_tokens = summarize_attention(model, _black(model, image)).max_kv_len
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
-        side = math.isqrt(self.native_tokens)
-        self.step = patch if image // patch == side else image // side
+        grid, most = image // patch, self.native_tokens
+        side = grid if grid**2 <= most < 2 * grid**2 else math.isqrt(most)
+        self.step = patch if side == grid else image // side
         self.extra_tokens = self.native_tokens - side**2  # class tokens and the like
+        self.resizing = resizing_of(model, image + patch)
         if not files:
             return
         if not (folder / "preprocessor_config.json").is_file():
@@ -197,8 +197,8 @@ class ModelData:
             )
         if importlib.util.find_spec("PIL") is None:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow")
-        load: Any = AutoImageProcessor.from_pretrained
-        self.processor = load(folder, backend="pil")
+        with refusing(f"the image processor in {folder} cannot be loaded"):  # some need torchvision
+            self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         pictures = [picture for file in files for picture in pictures_of(file)]
         self.rows = min(self.rows, len(pictures))
         # At regular intervals: if files are sorted by class, the first ones belong to one class.
@@ -215,7 +215,7 @@ class ModelData:
 
     def check_length(self, length: int) -> None:
         """Refuse a length that the model or its tokenizer cannot have, with `UnsupportedAttentionError`."""
-        if self.is_image and self.pixels_for(length) != self.native and not self.resizes:
+        if self.is_image and self.pixels_for(length) != self.native and self.resizing is None:
             raise UnsupportedAttentionError(
                 f"the model takes pictures of {self.native} x {self.native} pixels only: give --lengths "
                 f"{self.native_tokens}"
@@ -265,13 +265,25 @@ class ModelData:
             size = {"height": pixels, "width": pixels}
             options = {"crop_size": size} if getattr(self.processor, "do_center_crop", False) else {}
             values = self.processor(images=pictures, size=size, return_tensors="pt", **options)["pixel_values"]
-        arguments: dict[str, Any] = {"pixel_values": values.to(self.dtype)}
-        if pixels != self.native:
-            arguments["interpolate_pos_encoding"] = True
-        return Inputs(arguments, self.tokens_for(length), pixels)
+        resizing = (pixels != self.native and self.resizing) or {}
+        return Inputs({"pixel_values": values.to(self.dtype), **resizing}, self.tokens_for(length), pixels)
 
 
-def _side(size: Any) -> int | None:
+def _black(model: PreTrainedModel, pixels: int) -> Tensor:
+    """A square picture."""
+    return torch.zeros(1, getattr(model.config, "num_channels", 3), pixels, pixels, dtype=model.dtype)
+
+
+def resizing_of(model: PreTrainedModel, pixels: int) -> dict[str, bool] | None:
+    """The arguments with which a model takes square pictures of a size that is not its own; None if it takes none."""
+    for arguments in ({}, {"interpolate_pos_encoding": True}):
+        with contextlib.suppress(Exception), capture_attention(model, lambda call: None):  # an error of any type
+            forward(model, _black(model, pixels), **arguments)
+            return arguments
+    return None
+
+
+def side_of(size: Any) -> int | None:
     """The height and width of a square from a config; None if there is none."""
     if isinstance(size, (list, tuple)) and len(set(size)) == 1:
         size = size[0]

@@ -121,13 +121,16 @@ def with_draws_of(seed: Tensor | int | None, device: torch.device) -> Iterator[N
 
     Nothing happens if the seed is None.
     """
-    if seed is None:
+    with contextlib.nullcontext() if seed is None else keeping_draws(device):
+        if seed is not None:
+            torch.manual_seed(int(seed))
         yield
-        return
+
+
+def keeping_draws(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context after which the global generators go on as before it."""
     # Tensors on an accelerator know its number. The CPU has none, and `fork_rng` always keeps its state.
-    with torch.random.fork_rng([] if device.index is None else [device], device_type=device.type):
-        torch.manual_seed(int(seed))
-        yield
+    return torch.random.fork_rng([] if device.index is None else [device], device_type=device.type)
 
 
 class _Part(NamedTuple):
@@ -186,8 +189,7 @@ def call_in_transform(
 
     with torch._C._DisableFuncTorch():  # `vmap` forbids to draw, and to read a number back
         seed = int(draw_seed(leaves[index[0]].device)) if draws else None
-    out: Tensor = _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index))
-    return out
+    return cast(Tensor, _apply(_Part(of_tensors, name, by_rows, draws), *(leaves[i] for i in index)))
 
 
 @replaced_in_graphs(lambda out, name: out)
@@ -222,8 +224,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        part = ctx.part
-        tensors = ctx.saved_tensors
+        part, tensors = ctx.part, ctx.saved_tensors
         if part.is_gradient:
             _refuse_twice(part.name)
         found = iter(_apply(_gradient_of(part), *grads, *tensors))
@@ -243,8 +244,7 @@ class _Call(torch.autograd.Function):
                 f"{part.name}: torch.func.vmap of attention with dropout is not computed: call model.eval(), or set "
                 "the probability of attention dropout to 0"
             )
-        size = info.batch_size
-        dims = in_dims[1:]
+        size, dims = info.batch_size, in_dims[1:]
         if part.by_rows:
             rows = [
                 (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from hf_efficient_attn.conversion.checkpoint import Conversion
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing
-from hf_efficient_attn.evaluation import defaults, pictures, timing
+from hf_efficient_attn.evaluation import capture, defaults, pictures, timing
 from hf_efficient_attn.evaluation.data import Files
 from hf_efficient_attn.evaluation.progress import Execution, Interrupted
 from hf_efficient_attn.integration.layers import Layer
@@ -195,20 +195,17 @@ class _CheckpointRun:
         self._data = data = TrainingData(model, checked.folder, plan.data, *size, held_out)
         nn.Module.to(model, plan.device or model.device)  # the annotations of Transformers are wrong
         # The head of a language model would compute a large matrix that is not needed.
-        trained: nn.Module = model if second and second.target == "logits" else model.base_model
+        trained = model if second and second.target == "logits" else capture.without_head(model)
         teacher = None if second is None else make_teacher(trained, second, data.batch(data.held_out[0]))
         conversion.switch(plan.method, dict(plan.hyperparameters), plan.layers)
         self._trainings = stages_of(trained, teacher, plan.steps, plan.loss, plan.options)
-        # The stages that have begun.
-        self._stages: list[steps.Training] = []
+        self._stages: list[steps.Training] = []  # those that have begun
         self._request = self._make_request()
         inputs_of_state = {"data": data.digest(saved["rows"])} if state.is_longer else {}
         state.check({**self._request, **inputs_of_state}, plan.to_dict())
-        # The saved state of every stage that has begun.
-        self._saved: list[dict[str, Any]] = saved["stages"]
+        self._saved: list[dict[str, Any]] = saved["stages"]  # the saved states of those
         self._record = saved["record"]
-        # The number of steps that the saved state contains.
-        self._saved_at = sum(stage["step"] for stage in self._saved) or None
+        self._saved_at = sum(stage["step"] for stage in self._saved) or None  # the steps that the saved state contains
         self._is_over = False
         self._about = self._describe()
 

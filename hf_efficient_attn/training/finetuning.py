@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hf_efficient_attn.errors import KnownFields, UnsupportedAttentionError, check_positive, unknown_name
 from hf_efficient_attn.evaluation.capture import Batch, capture_attention, forward, valid_tokens
+from hf_efficient_attn.ops.tracing import keeping_draws
 from hf_efficient_attn.training.steps import LayerLoss, Training, learned_parameters
 
 TARGETS = ("hidden_states", "logits")
@@ -135,7 +136,8 @@ class Finetuning(Training):
 
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         """The loss of every output."""
-        with torch.no_grad(), contextlib.ExitStack() as stack:
+        # The model draws what the teacher has drawn, such as the mask of a ViTMAE.
+        with torch.no_grad(), keeping_draws(next(self.model.parameters()).device), contextlib.ExitStack() as stack:
             if self._adapted is not None:
                 stack.enter_context(self._adapted.disable_adapter())
                 stack.enter_context(capture_attention(self.model, lambda call: None))

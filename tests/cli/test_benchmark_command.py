@@ -13,7 +13,7 @@ import transformers
 
 import hf_efficient_attn as hea
 from converted import save, tokenizer_for
-from helpers.commands import NOTHING_COMPLETE, TEXT, interrupt, read, refused, run_json, shown, tree
+from helpers.commands import NOTHING_COMPLETE, TEXT, command, interrupt, read, refused, run_json, shown, tree
 from helpers.encoder_decoders import tiny
 from helpers.learned import shake
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
@@ -24,12 +24,13 @@ from hf_efficient_attn.evaluation.progress import Execution
 from hf_efficient_attn.io import reading
 from hf_efficient_attn.methods import make_config
 from hf_efficient_attn.models.t2t_vit import T2TViTConfig, T2TViTForImageClassification
-from tiny_models import IMAGES, SMALL, T2T_VIT, tiny_model
+from tiny_models import IMAGES, SIZES, SMALL, T2T_VIT, tiny_model
 
 QUICK = Procedure(rounds=1, memory=False)
 FAST = ("--rounds", 1, "--no-memory")
 WINDOW = {"window": hea.LongformerConfig(window_size=3)}
 SMALL_METHODS = "kdeformer:block_size=4:num_samples=8,longformer:window_size=4"
+DISTILL = "--method linear --set feature_map=hedgehog --batch-size 2 --steps 2"
 # What `benchmark` compares if no method is named; in decoders without the last.
 COMPARED = ["auto", "kdeformer", "nearfar", "nystromformer"]
 
@@ -251,17 +252,14 @@ def test_recommendations(rows, recommended, why):
         ([(512, 1.5), (1024, 0.9), (2048, 3.0)], 2048, "from 2048 tokens on"),
         ([(512, 1.5), (1024, 1.9), (2048, 1.15)], None,
          "does not pay off: it is 1.1 times as fast as exact attention at 2048 tokens"),
+        ([(512, 1.0)], None,
+         "m is not decided: it is 1.0 times as fast as exact attention at 512 tokens, and it was not measured at 2048"),
     ],
 )  # fmt: skip
 def test_pays_from(speeds, expected, where):
-    found = benchmark.conclude([_row("m", speed, 0.0, length) for length, speed in speeds], ["m", "not measured"])
+    rows = [_row("sdpa", 1.0, 0.0, 2048), *(_row("m", speed, 0.0, length) for length, speed in speeds)]
+    found = benchmark.conclude(rows, ["m", "not measured"])
     assert found["pays_from"] == {"m": expected} and where in found["summary"][0]
-
-
-def test_a_method_is_not_decided_before_the_greatest_length():
-    rows = [_row("sdpa", 1.0, 0.0, 2048), _row("m", 1.0, 0.1, 2048), _row("sdpa", 1.0, 0.0, 8192)]
-    (found,) = benchmark.conclude(rows, ["m"])["summary"]
-    assert found.startswith("m is not decided: it is 1.0 times") and "not measured at 8192" in found
 
 
 @pytest.mark.parametrize("method", ["longformer", "flurka_performer"])
@@ -488,6 +486,18 @@ def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
     for length in (tokens, 4 * tokens - 3):
         found = data.inputs(length, 0, 1)
         assert model(**found.values).last_hidden_state.shape[1] == found.tokens == length
+
+
+@pytest.mark.parametrize(("name", "length"), [("ViTMAE", 17), ("Dinov2", 65), ("Yolos", 75), ("DINOv3ViT", 65)])
+def test_encoders_of_pictures(name, length, photographs, tmp_path):
+    """The first draws a mask, the others interpolate positions unasked; the last's `base_model` takes embeddings."""
+    pytest.importorskip("matplotlib")
+    config = getattr(transformers, f"{name}Config")(**SIZES, image_size=[16, 16], patch_size=4, num_detection_tokens=10)
+    source = save(tmp_path / "source", getattr(transformers, f"{name}Model")(config), "vit")
+    for line in (f"analyze {source} --budgets 4 --length {length}", f"distill {source} {DISTILL} -o {tmp_path}/out"):
+        assert command(*line.split(), "--data", photographs) == 0
+    row = bench(source, {"within": make_config("nearfar")}, [length], data=photographs, rows=2)["measurements"][1]
+    assert [row[key] for key in ("length", "pixels", "error", "output_error")] == [length, 32, 0, 0]
 
 
 def test_names_and_tasks(made):

@@ -14,7 +14,7 @@ import converted
 from helpers.commands import TEXT, refused, save
 from helpers.encoder_decoders import tiny
 from hf_efficient_attn.evaluation import benchmark, crossover
-from tiny_models import tiny_model
+from tiny_models import IMAGE, SIZES, tiny_model
 
 ANALYZE = "analyze gpt2 --data words.txt"
 CONVERT = "convert bert -o out"
@@ -34,15 +34,14 @@ FILES = {
     "end.jsonl": b'{"text": "x"}\n{',
     "broken/broken.png": b"\x89PNG\r\n\x1a\n",
     "full/file.txt": b"",
+    "odd/preprocessor_config.json": b"{",
     "none_kept.json": b'{"calibrated": null}',
     "number.json": b'{"calibrated": 3}',
     "misspelt.json": b'{"method": "kdeformr"}',
     "layer_7.json": b'{"method": "linear", "layers": [7]}',
 }
-CONSTANTS = {"DISTILL": DISTILL, "PLAIN": PLAIN, "ANALYZE": ANALYZE, "CONVERT": CONVERT}
-CONSTANTS |= {"GIVE_EITHER": GIVE_EITHER, "NO_DEVICE": NO_DEVICE}
 TABLE = yaml.safe_load(pathlib.Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
-REFUSALS = [tuple(string.Template(text).substitute(CONSTANTS) for text in pair) for pair in TABLE.items()]
+REFUSALS = [tuple(string.Template(text).substitute(globals()) for text in pair) for pair in TABLE.items()]
 # A folder in which nobody can make files, root included.
 NO_FILES = "/proc"
 if pathlib.Path(NO_FILES).is_dir():
@@ -81,7 +80,9 @@ def folder(tmp_path_factory):
     with torch.no_grad():
         spoiled.encoder.layer[0].attention.self.value.bias.fill_(math.nan)
     models = {"bert": tiny_model("bert"), "half": tiny_model("bert").half(), "nan": spoiled,
-              "gpt2": tiny_model("gpt2", head=True), "bart": tiny("bart"), "sound": tiny("whisper")}  # fmt: skip
+              "gpt2": tiny_model("gpt2", head=True), "bart": tiny("bart"), "sound": tiny("whisper"),
+              "odd": tiny_model("vit"), "wide": tiny_model("vit", image_size=(32, 64)),
+              "video": transformers.VideoMAEModel(transformers.VideoMAEConfig(**SIZES, **IMAGE))}  # fmt: skip
     for name, model in models.items():
         save(folder / name, model, "gpt2" if name == "gpt2" else "bert")
     save(folder / "vit", tiny_model("vit", head=True), "vit")

@@ -10,6 +10,7 @@ import torch
 from transformers import BertModel, GPT2Config
 
 import hf_efficient_attn as hea
+from each import refuses
 from hf_efficient_attn.errors import shown
 from tiny_models import METHODS, tiny_config, tiny_model
 
@@ -21,9 +22,7 @@ BATCH = {"input_ids": torch.ones(1, 40, dtype=torch.int64)}
 
 def refused(work, *parts):
     """Check that something is refused in one short line with these parts."""
-    with pytest.raises(hea.UnsupportedAttentionError) as error:
-        work()
-    message = str(error.value)
+    message = refuses(None, work)
     assert "\n" not in message and len(message) < 450
     assert all(part in message for part in parts), message
     return message
@@ -206,8 +205,7 @@ def test_what_is_similar_is_accepted(monkeypatch):
     # A hyperparameter may have the name of an argument elsewhere: it reaches the config.
     names = (*hea.NearFarConfig.hyperparameters(), "causal")
     monkeypatch.setattr(hea.NearFarConfig, "hyperparameters", classmethod(lambda cls: names))
-    with pytest.raises(TypeError, match="causal"):
-        hea.attention("nearfar", *TENSORS, causal=3)
+    refuses("causal", hea.attention, "nearfar", *TENSORS, causal=3, error=TypeError)
 
 
 def test_values_are_shown_in_one_line():

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageClassification
+from transformers import AutoConfig, AutoModelForImageClassification, Dinov2Config, Dinov2ForImageClassification
 
 import hf_efficient_attn as hea
 from helpers import commands
@@ -17,7 +17,7 @@ from recipes.benchmarks import tasks
 from recipes.common.data import image_tensors, images
 from recipes.common.data.image_tensors import Evaluation, Norm, PictureDataset, Training
 from recipes.common.data.images import class_indices, read_class_list
-from tiny_models import tiny_model
+from tiny_models import IMAGE, SIZES, tiny_model
 from tiny_recipes import lay_out, packed, painted, refuses, train
 
 datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
@@ -323,8 +323,7 @@ def test_preprocessor_and_evaluation_data_are_required(here, tmp_path):
     with pytest.raises(ValueError, match=r"no preprocessor_config.json: save the image processor"):
         recipe(here, tmp_path / "out", "--eval_only", model=f"--model {tmp_path / 'bare'}")
     whole = dots(tmp_path / "whole.zip", "red/a.png green/b.png blue/c.png")
-    with pytest.raises(ValueError, match=r"has no split to evaluate on: give --eval_data, --eval_split, or --eval_sh"):
-        recipe(here, tmp_path / "out", "--train_data", whole)
+    refuses("has no split to evaluate on: give --eval_data", recipe, here, tmp_path / "out", "--train_data", whole)
 
 
 def test_models_with_a_fixed_resolution(here):
@@ -332,7 +331,9 @@ def test_models_with_a_fixed_resolution(here):
     assert imagenet.fit_resolution(model, None) == (32, 17, False)
     assert imagenet.fit_resolution(model, 64) == (64, 65, True)
     assert imagenet.fit_resolution(tiny_model("deit", head=True), None)[1] == 66, "with the distillation token"
-    model.forward = lambda pixel_values, labels=None: None
+    config = Dinov2Config(**SIZES, **IMAGE)  # interpolates unasked
+    assert imagenet.fit_resolution(Dinov2ForImageClassification(config), 64) == (64, 257, False)
+    model.forward = None
     refuses("cannot interpolate its positions", imagenet.fit_resolution, model, 64)
     # A T2T-ViT becomes one for that size, unless it holds tables already.
     model = AutoModelForImageClassification.from_config(AutoConfig.from_pretrained(here / "t2t"))

@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hf_efficient_attn as hea
 from each import close, refuses
+from helpers.model_types import case
 from helpers.trainings import HEDGEHOG, batches, values
 from hf_efficient_attn.evaluation.capture import Call, capture_attention, forward
 from hf_efficient_attn.evaluation.progress import Interrupted
@@ -299,13 +300,17 @@ def test_an_error_or_interruption_in_the_second_stage_keeps_the_last_state(rank,
 
 
 @pytest.mark.parametrize("rank", [None, 2])
-def test_the_second_stage_is_without_dropout(rank):
-    models = [tiny_model("bert").train(is_training) for is_training in (False, True)]
+def test_the_second_stage_is_without_dropout_and_has_the_draws_of_the_teacher(rank):
+    models, options = [tiny_model("bert"), tiny_model("bert").train()], FinetuningOptions(steps=2, lora_rank=rank)
     for model in models:
-        options = DistillationOptions(finetuning=FinetuningOptions(steps=2, lora_rank=rank))
-        hea.distill(model, "linear", batches(), steps=2, options=options, **HEDGEHOG)
+        both = DistillationOptions(finetuning=options)
+        hea.distill(model, "linear", batches(), steps=2, options=both, **HEDGEHOG)
     close(values(models[1]), values(models[0]), 0)
     assert [model.embeddings.dropout.training for model in models] == [False, True]
+    kind, config, inputs = case("ViTMAE")  # draws its mask in eval mode, too
+    model = kind(config)
+    losses = Finetuning(model, make_teacher(model, options), options).measure(inputs)
+    assert max(one.loss for one in losses) < 1e-9
 
 
 def test_the_course_of_the_learning_rates():
