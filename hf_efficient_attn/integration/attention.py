@@ -201,9 +201,9 @@ def _method_of_call(name: str, module: nn.Module, call: LayerCall, *, is_square:
     config = getattr(module, "config", None)
     method = settings.method_at(config, name, call.location)
     if method is not None and (call.location.is_cross or not (call.is_causal or is_square)):
-        reason = refusals.why_cross_attention_is_exact(method, config)
+        reason = refusals.why_cross_attention_is_exact(config, call.location, method)
         if reason is not None:
-            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, call.location)])
+            refusals.warn_of_exact_layers(reason, [(module, call.location)])
             return None
     return method
 
