@@ -180,7 +180,7 @@ class _Capture:
         is_cross = not read.is_causal and (location.is_cross or query.shape[2] != key.shape[2])
         # A method that needs as many keys as queries is refused for a module with fewer keys by construction.
         is_cross = is_cross and not getattr(module, "is_rectangular", False)
-        why = functools.partial(why_cross_attention_is_exact, config=config) if is_cross else lambda method: None
+        why = functools.partial(why_cross_attention_is_exact, config, location) if is_cross else lambda method: None
         tensors, of_scores = (query, key, value, read.key_mask), (read.distance_bias, read.sinks, read.window)
         empty = value.new_empty(0)
         call = Call(location, *tensors, read.is_causal, read.scale, empty, why, module, *of_scores)

@@ -205,9 +205,9 @@ def _method_of_call(name: str, module: nn.Module, location: ModuleLocation, is_s
     config = getattr(module, "config", None)
     method = settings.method_at(config, name, location)
     if method is not None and (location.is_cross or not is_self):
-        reason = refusals.why_cross_attention_is_exact(method, config)
+        reason = refusals.why_cross_attention_is_exact(config, location, method)
         if reason is not None:
-            refusals.warn_of_exact_layers(f"{reason}: cross attention stays exact in", [(module, location)])
+            refusals.warn_of_exact_layers(reason, [(module, location)])
             return None
     return method
 

@@ -68,6 +68,7 @@ def _forward(
     if (
         form is None
         or names is None
+        or method.compute_dtype != "auto"  # which casts queries, keys and values
         or kwargs.get("past_key_values", kwargs.get("cache")) is not None
         or getattr(module, shards.PARALLEL, None) is not None
         or attention.sharded_parameters(module)

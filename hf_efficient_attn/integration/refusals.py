@@ -229,14 +229,14 @@ def check_methods(
             )
 
 
-def why_cross_attention_is_exact(method: MethodConfig, config: object) -> str | None:
-    """The reason why cross attention stays exact in a model with this config; None if the method computes it."""
+def why_cross_attention_is_exact(config: object, location: ModuleLocation, method: MethodConfig) -> str | None:
+    """The warning that cross attention of a model with this config stays exact; None if the method computes it."""
     if method.needs_square:
-        return f"{method.method} needs as many queries as keys"
-    # GPT-2's config does not say that the model is a decoder, but only a decoder adds cross attention.
+        return f"{method.method} needs as many queries as keys: cross attention stays exact in"
+    # The config of MusicGen does not say that the model is a decoder. SegFormer's self-attention merges keys.
     decodes = (getattr(config, x, False) for x in ("is_decoder", "is_encoder_decoder", "add_cross_attention"))
-    if method.mixes_queries and any(decodes):
-        return f"with {method.method} later tokens of a decoder would influence earlier ones"
+    if method.mixes_queries and (location.is_cross or any(decodes)):
+        return f"with {method.method} outputs depend on other tokens, also later ones: cross attention stays exact in"
     return None
 
 

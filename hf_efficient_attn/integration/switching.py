@@ -100,8 +100,7 @@ def _switch_modules(
     for found in modules:
         (module, location, config, _), name, method, reason = found, method_of(found.config), found.chosen, None
         if method is not None and location.is_cross:
-            why = refusals.why_cross_attention_is_exact(method, config)
-            reason = None if why is None else f"{why}: cross attention stays exact in"
+            reason = refusals.why_cross_attention_is_exact(config, location, method)
         elif is_complete and method_at(config, name, location._replace(window=None)) != method:
             reason = "layers with a sliding window of the model's own stay exact, at the cost of their window:"
         if reason is not None:

@@ -25,6 +25,7 @@ from hf_efficient_attn.methods._shared.registry import get_method, make_config, 
 from hf_efficient_attn.ops.draws import Draws
 from hf_efficient_attn.ops.nearfar import attempts
 from hf_efficient_attn.ops.nearfar.within_bound import Forms, Heads, attend_within_bound
+from hf_efficient_attn.ops.shards import head_slice
 
 # Lengths are measured for this head_dim. With 32 approximation costs 1.07 times as much of exact attention.
 _HEAD_DIM = 64
@@ -130,7 +131,8 @@ def _exact_length(
     is_static = options.is_causal or not config.max_error or is_training(query, key, value, options)
     if kv_len <= config.columns or (is_static and config.max_error and config.static_form == "exact"):
         return kv_len, is_static
-    return config.exact_up_to(query.shape[1], query.shape[3], query.dtype, options.is_causal, query.device), is_static
+    num_heads = head_slice(options.seed, query.shape[1]).total
+    return config.exact_up_to(num_heads, query.shape[3], query.dtype, options.is_causal, query.device), is_static
 
 
 def _forms(config: AutoAttentionConfig, length: int, options: AttentionOptions, device: torch.device) -> Forms:

@@ -75,7 +75,7 @@ def _plan(
     config: ReformerConfig, query: Tensor, key: Tensor, key_mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, NearField]:
     """Return the keys, which are the normalised queries with `shared_query_key`, and plan the rounds."""
-    sizes = {"block_size": config.block_size, "rounds": config.num_hashes}
+    sizes = {"block_size": min(config.block_size, key.shape[1]), "rounds": config.num_hashes}
     draws = Draws(options.seed, query.device)
     if not config.shared_query_key:
         return key, plan_rounds(query, key, key_mask, **sizes, draws=draws)  # (BH, Nk, D)

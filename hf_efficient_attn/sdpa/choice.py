@@ -76,7 +76,10 @@ class Chooser(NamedTuple):
             masks.append(mask if mask.dim() == 2 else mask.unflatten(0, (-1, num_heads)))
         # Here True is for the keys that are masked.
         masks = [~x if x.dtype == torch.bool else x for x in masks]
-        return self._choose_by_masks(tensors, masks, given["is_causal"])
+        choice = self._choose_by_masks(tensors, masks, given["is_causal"])
+        if given["query"] is not given["key"] and not choice.is_causal and self.config.mixes_queries:
+            return _exact(f"cross attention, where an output of {self.config.method} depends on other queries")
+        return choice
 
     def _choose_by_masks(self, tensors: Sequence[Tensor], masks: Sequence[Tensor], is_causal: bool) -> Choice:
         """Choose by tensors (B, H, N, .) and masks that broadcast to (B, H, Nq, Nk), True for keys to attend to."""

@@ -323,6 +323,7 @@ def test_parameters_that_are_refused():
         (config(), {**learned, "far_log_weight": torch.zeros(3)}, weight),
         (config(), {**learned, "far_log_weight": torch.zeros(2, 1)}, weight),
         (config("elu"), {"far_log_weight": torch.zeros(2)}, r"far_log_weight .*'elu'.*: give no far_log_weight"),
+        (hea.LinformerConfig(), {}, "key_projection is missing"),
     ):
         own = {name: x for name, x in given.items() if x is not None}
         refuses(words, hea.attention, method, *tensors, parameters=own)

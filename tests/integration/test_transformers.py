@@ -18,22 +18,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_efficient_attn as hea
 from each import close, few_methods, refuses
+from helpers.encoder_decoders import musicgen
 from hf_efficient_attn.integration import register
 from hf_efficient_attn.integration.exact import exact_layer
 from hf_efficient_attn.integration.inputs import read_mask
 from instances import inputs, numbers, padding_mask
-from tiny_models import (
-    CAUSAL,
-    DECODERS,
-    EXACT,
-    FAMILIES,
-    SMALL,
-    output,
-    tiny_batch,
-    tiny_class,
-    tiny_config,
-    tiny_model,
-)
+from tiny_models import DECODERS, EXACT, FAMILIES, SMALL, output, tiny_batch, tiny_class, tiny_config, tiny_model
 
 METHODS = hea.available_methods()
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -207,7 +197,7 @@ def test_padding_never_leaks(family, method, padding, layers):
 
 # In Transformers 5.12 GPT-2 drops the mask of the encoder, for every attention implementation.
 GPT2_DROPS_THE_MASK = "encoder_attention_mask = None\n" in inspect.getsource(transformers.GPT2Model.forward)
-CONFIGS = {name: hea.method_info(name).config_class(**SMALL[name]) for name in CAUSAL}
+CONFIGS = {x: info.config_class(**SMALL[x]) for x in METHODS if (info := hea.method_info(x)).causal}
 CONFIGS["linear with a window"] = hea.LinearConfig(window_size=6)
 
 
@@ -255,6 +245,12 @@ def test_keys_of_another_length_stay_exact_too():
     with pytest.warns(UserWarning, match=r"stays exact in encoder\.layer\.1\.attention\.self"):
         out, _ = forward(model.encoder.layer[1].attention.self, query, key, key, None)
     torch.testing.assert_close(out.transpose(1, 2), torch.nn.functional.scaled_dot_product_attention(query, key, key))
+    decoder = musicgen().decoder  # whose config does not say that it is one
+    with pytest.warns(UserWarning, match=r"stays exact in .*encoder_attn"):
+        hea.convert(decoder, CONFIGS["nearfar"])
+    ids, early, states = torch.randint(9, (8, 70)), torch.arange(70) < 50, torch.randn(2, 90, 32)
+    before, after = (decoder(input_ids=x, encoder_hidden_states=states).logits[:, :50] for x in (ids, ids * early))
+    assert torch.equal(before, after)
 
 
 # What is refused

@@ -231,7 +231,7 @@ def test_an_empty_batch_has_gradients(method):
     assert out.shape == (0, 9, 32) and all(not x.grad.any() for x in layer.parameters())
 
 
-def test_switching_to_another_method_ends_the_contraction():
+def test_switching_to_another_method_ends_the_contraction(monkeypatch):
     """Switching gives every module its own `forward` back. Copies and pickles of the model keep ours."""
     model, inputs = tiny_model("bert"), tiny_batch("bert", padding="left")
     plain = output(model, inputs)
@@ -247,6 +247,9 @@ def test_switching_to_another_method_ends_the_contraction():
     for method, layers, own in (("sdpa", None, [False, False]), ("flurka_linear", [1], [False, True])):
         hea.convert(twin, method, layers=layers, **(BUDGET if layers else {}))
         assert ["forward" in vars(layer.attention.self) for layer in twin.encoder.layer] == own
+    monkeypatch.setattr("hf_efficient_attn.ops.backends.devices._CPU_HAS_BFLOAT16", True)
+    half = hea.convert(copy.deepcopy(model), "flurka_linear", compute_dtype="bfloat16", **BUDGET)
+    assert not torch.equal(output(half, inputs), output(model, inputs))
 
 
 def test_unsupported_arguments_of_a_module_are_refused():

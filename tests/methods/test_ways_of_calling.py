@@ -64,6 +64,14 @@ def test_heads_of_a_slice_are_those_of_the_whole(instance, is_causal, count):
             torch.testing.assert_close(part, every[:, heads], rtol=1e-4, atol=1e-5)
 
 
+def test_auto_is_exact_up_to_the_length_for_all_heads():
+    config = hea.AutoAttentionConfig(columns=32, max_error=0.0)
+    lengths = [config.exact_up_to(x, 64, torch.float32, False, torch.device("cpu")) for x in (2, 8)]
+    tensors = [x.float() for x in inputs(1, 8, sum(lengths) // 2, 64)]
+    part = hea.attention(config, *(x[:, 2:4] for x in tensors), heads=HeadSlice(2, 8))
+    torch.testing.assert_close(part, hea.attention(config, *tensors)[:, 2:4], rtol=1e-4, atol=1e-5)
+
+
 def test_a_slice_has_an_end():
     with pytest.raises(hea.UnsupportedAttentionError, match="2 heads from head 3 on are not among the 4 heads"):
         hea.attention("kdeformer", *inputs(1, 2, 75, 8), heads=HeadSlice(3, 4))

@@ -37,8 +37,10 @@ CALLS = [
     ({"attention_mask": MASK.numpy()}, "give torch.as_tensor(attention_mask)"),
     ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
     ({"is_causal": MASK}, "is_causal must be True or False, not "),
-    ({"scale": "x"}, "scale must be a number, or None"),
+    ({"scale": "x"}, "scale must be a number ("),
+    *(({"scale": torch.ones(n, requires_grad=n == 1)}, "multiply the query by a learned one") for n in (1, 4)),
     ({"dropout_p": None}, "dropout_p must be a number, not None"),
+    *(({"parameters": x}, "parameters must be None, or a dictionary") for x in ({"foo": MASK}, [MASK])),
     ({"attn_mask": MASK}, "'attn_mask'", "use attention_mask, bool (B, Nk)"),
     ({"mask": MASK}, "'mask'", "use attention_mask"),
     ({"key_padding_mask": ~MASK}, "'key_padding_mask'", "give its opposite"),
@@ -139,7 +141,7 @@ REFUSED = [
       for x in ("NEARFAR", "NearFar", "near_far", "nearfr")),
     (lambda: hea.attention("linear", QUERY[:, :, 1:], KEY, VALUE, window_size=4), "as many queries as keys; got 19"),
     *((lambda x=x: hea.attention("longformer", *TENSORS, **x), "longformer: ", message) for x, message in (
-        ({"parameters": [MASK]}, "parameters must be a dictionary"),
+        ({"parameters": [MASK]}, "parameters must be None, or a dictionary"),
         ({"distance_bias": np.zeros((2, 3))}, "distance_bias must be a tensor"),
     )),
     (

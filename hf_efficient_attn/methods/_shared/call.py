@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class Arguments(NamedTuple):
     distance_bias: Tensor | None = None  # (H, 2R + 1)
     heads: HeadSlice | None = None
     sinks: Tensor | None = None  # (H,)
-    some_parameters: Mapping[str, Tensor] = {}  # learned parameters that were given by name, if `parameters` is None
+    some_parameters: Mapping[str, Tensor] = {}  # learned parameters that were given by name
 
 
 def attention(
@@ -71,7 +72,7 @@ def attention(
         key: (B, H_kv, Nk, D). H_kv divides H (grouped queries): query head h uses key head h // (H // H_kv).
         value: (B, H_kv, Nk, Dv).
         attention_mask: bool (B, Nk), True for the keys to attend to. Masked keys and values have no influence on the
-            output, even if they are NaN.
+            output, even if they are NaN. If Nq = Nk, many methods mask queries too: in cross attention leave keys out.
         is_causal: query i attends to the keys up to its own position. If Nq < Nk, the queries are the last Nq
             positions, as with a key-value cache. If Nq > Nk, the first Nq - Nk queries attend to nothing.
         scale: the factor of the scores q . k; 1/sqrt(D) by default.
@@ -84,8 +85,8 @@ def attention(
             the position of the key minus the position of the query. Larger distances have the bias for -R or R. For
             some methods only (`MethodConfig.adds_distance_bias`).
         heads: the number of the first of the H heads and the number of all heads, if the layer has more than these H,
-            because other processes hold the rest. A head's output is the same as in one call with all heads.
-            `parameters` belong to the H heads (`parameters_of_slice`).
+            because other processes hold the rest. A head's output is the same as in one call with all heads, unless
+            `auto` chooses exact heads by `max_error`. `parameters` belong to the H heads (`parameters_of_slice`).
         sinks: (H,), attention sinks, as GPT-OSS has them: the score of one more key of each head, whose value is 0. For
             some methods only (`MethodConfig.knows_lse`).
         **hyperparameters: values that replace values of the config. Learned parameters can be given here as well, as
@@ -152,7 +153,7 @@ def _attention(
 def _in_transform(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
     if arguments.seed is None:
         arguments = arguments._replace(seed=tracing.draw_seed(query.device))
-    learned = arguments.some_parameters if arguments.parameters is None else arguments.parameters
+    learned = {**(arguments.parameters or {}), **arguments.some_parameters}
     others = (arguments.distance_bias, arguments.sinks, arguments.seed, *learned.values())
     return tracing.call_in_transform(
         functools.partial(_attention, "forward", config),
@@ -168,9 +169,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, AttentionOptions]:
     """Check a call, and turn its arguments into what a method gets, with key heads that are not repeated."""
     check_call(config, query, key, value, arguments)
-    mask, is_causal, scale, dropout_p, seed, parameters, bias, heads, sinks, _ = arguments
-    if parameters is None:
-        parameters = _all_parameters(config, query, key, value, arguments)
+    mask, is_causal, scale, dropout_p, seed, _, bias, heads, sinks, _ = arguments
+    parameters = _all_parameters(config, query, key, value, arguments)
     scale = (query.shape[3] or 1) ** -0.5 if scale is None else float(scale)
     seed = (tracing.draw_seed(query.device) if seed is None else seed) + getattr(config, "seed", 0)
     if heads is not None and not 0 <= heads.first <= heads.total - query.shape[1]:
@@ -194,8 +194,8 @@ def _all_parameters(
     config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments
 ) -> Mapping[str, Tensor]:
     """Return the learned parameters that were given, and the initial values of all others."""
-    some = arguments.some_parameters
-    if len(some) == len(config.learned_parameters) or query.numel() == 0:
+    some = {**(arguments.parameters or {}), **arguments.some_parameters}
+    if arguments.parameters is not None or len(some) == len(config.learned_parameters) or query.numel() == 0:
         return some
     _, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1:3]
@@ -258,22 +258,27 @@ def check_types(config: MethodConfig, tensors: Iterable[object], arguments: Argu
         if not isinstance(x, Tensor):
             refuse(no_tensor(name, x), config)
     scale = values["scale"]
-    seed = values["seed"]
     parameters = values["parameters"]
+    names = config.learned_parameters
+    named = parameters.items() if isinstance(parameters, Mapping) else [("", None)]
+    are_learned = parameters is None or all(name in names and isinstance(x, Tensor) for name, x in named)
     for name, is_fit, what in (
         ("is_causal", isinstance(values["is_causal"], bool), "True or False"),
-        ("scale", scale is None or _is_number(scale), "a number, or None for 1/sqrt(head_dim)"),
+        ("scale", scale is None or _is_number(scale), "a number (multiply the query by a learned one) or None"),
+        ("heads", isinstance(values["heads"], (HeadSlice, NoneType)), "a HeadSlice, or None for all heads"),
         ("dropout_p", _is_number(values["dropout_p"]), "a number"),
-        ("seed", seed is None or isinstance(seed, (int, Tensor)), "an integer or None"),
-        ("parameters", parameters is None or isinstance(parameters, Mapping), "a dictionary of tensors by name"),
+        ("seed", isinstance(values["seed"], (int, Tensor, NoneType)), "an integer or None"),
+        ("parameters", are_learned, f"None, or a dictionary of tensors by the names {names}"),
     ):
         if not is_fit:
             refuse(f"{name} must be {what}, not {shown(values[name])}", config)
 
 
 def _is_number(value: object) -> bool:
-    """Whether `float` takes it and it is no string. torch.compile traces the first test only."""
-    return isinstance(value, (int, float, Tensor)) or hasattr(value, "__float__")
+    """Whether `float` takes it without losing a gradient, and it is no string. torch.compile traces no `hasattr`."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not (value.requires_grad and torch.is_grad_enabled())
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")
 
 
 def check_call(config: MethodConfig, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> None:

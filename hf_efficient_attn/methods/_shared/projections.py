@@ -86,6 +86,8 @@ def tables(config: ProjectionConfig, kv_len: int, options: AttentionOptions) -> 
     Raises:
         UnsupportedAttentionError: a table has another shape, or M is less than `kv_len`.
     """
+    if NAMES[0] not in options.parameters:
+        refuse(f"{NAMES[0]} is missing; give a tensor (projection_dim, max_length)", config)
     first = options.parameters[NAMES[0]]  # (P, M)
     both = {NAMES[0]: first, NAMES[1]: options.parameters.get(NAMES[1], first)}
     for name, table in both.items():

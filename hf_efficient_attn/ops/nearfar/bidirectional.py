@@ -163,7 +163,7 @@ def compute_probes(
 
     `bias_of_rows` returns the bias of the scores of some queries, (BH, 1, P, Nk) for their positions (P,).
     """
-    position = middle_positions(query.shape[1], options.num_probes, key.device)
+    position = middle_positions(query.shape[1], min(options.num_probes, query.shape[1]), key.device)
     rows = query.index_select(1, position)  # (BH, P, D)
     bias = None if bias_of_rows is None else bias_of_rows(position)
     out = attend(rows[:, None], key[:, None], value[:, None], bias, scale=options.scale).out[:, 0]  # (BH, P, Dv)
@@ -367,7 +367,7 @@ def correct_by_probes_naive(
     """Compute `correct_by_probes` of a head in the readable form, from the exact scores (Nq, Nk): (Nq, Dv)."""
     if not options.num_probes:
         return out
-    probe = middle_positions(len(query), options.num_probes, query.device)
+    probe = middle_positions(len(query), min(options.num_probes, len(query)), query.device)
     features = (query - query[probe].mean(0)) / (query[probe].var(0, correction=0) + LEAST_VARIANCE).sqrt()
     features = with_ones(features.clamp(-MAX_FEATURE, MAX_FEATURE))  # (Nq, D + 1)
     basis = features[probe]
