@@ -34,7 +34,7 @@ FILES = {
     "end.jsonl": b'{"text": "x"}\n{',
     "broken/broken.png": b"\x89PNG\r\n\x1a\n",
     "full/file.txt": b"",
-    "odd/preprocessor_config.json": b"{",
+    "odd/preprocessor_config.json": b'{"size": "large"}',
     "none_kept.json": b'{"calibrated": null}',
     "number.json": b'{"calibrated": 3}',
     "misspelt.json": b'{"method": "kdeformr"}',
