@@ -110,7 +110,7 @@ def _switch_modules(
         learned.attach(found, method, is_adapted)
         own_forward.attach(module, method)
         if name is not None:
-            setattr(module, LOCATION, location)
+            setattr(module, LOCATION, location._replace(method=name))
             distance_bias.attach_hook(module)
     for reason, group in exact.items():
         refusals.warn_of_exact_layers(reason, group)

@@ -106,6 +106,15 @@ def test_what_names_and_numbers_select(layers, expected, head):
         assert sorted(name for name, method in used.items() if method) == sorted(expected)
 
 
+@pytest.mark.parametrize("first", ["sdpa", "longformer"])
+def test_a_part_that_shares_its_config_is_converted_alone(first):
+    model, inputs = tiny("bart"), inputs_of("bart")
+    hea.convert(hea.convert(model, first).get_encoder(), "linear")
+    encoded(model, inputs)
+    refuses(r"BartAttention was not switched to linear.*layers=\[", logits, model, inputs)
+    logits(hea.convert(model, "linear", layers=["encoder"]), inputs)
+
+
 def test_names_work_in_models_of_one_stack_and_of_two_towers():
     for model, name, part in ((tiny_model("bert"), "encoder.layer.1", "1"), (clip(), "vision_model", "vision_model")):
         used = in_use(hea.convert(model, "nystromformer", layers=[name]))
