@@ -134,10 +134,10 @@ def _around_attention(
 
 def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     """Refuse layers that the model does not have, items of `layers` with windows only, and modules of two entries."""
-    selected: dict[Layer | None, list[models.AttentionModule]] = {}
+    named, selected = set[Layer](), dict[Layer | None, list[models.AttentionModule]]()
     for found in chosen:
         settings = settings_of(found.config, str(method_of(found.config)))
-        selected |= {x: selected.get(x, []) for x in settings.named_layers()}
+        named.update(settings.named_layers())
         methods = []
         for entry in settings.entries:
             items = [x for x in entry.layers or (None,) if x is None or found.location.is_selected(x)]
@@ -149,7 +149,9 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
                 f"{len(methods)} entries of 'layers' select {found.location.name} ({', '.join(methods)}): each layer "
                 "uses one method"
             )
-    missing = in_order(layer for layer, group in selected.items() if not group)
+    # A part that is named by the whole model may since have settings of its own.
+    through = [found for found in chosen if models.uses_interface(type(found.module))]
+    missing = in_order(item for item in named if not any(found.location.is_selected(item) for found in through))
     if missing:
         layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
         notes = {str(note) for found in chosen if (note := getattr(found.config, "attention_note", None))}
