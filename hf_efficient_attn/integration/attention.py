@@ -66,10 +66,9 @@ def location_of(module: nn.Module) -> ModuleLocation:
     location, name = getattr(module, LOCATION, None), settings.method_of(getattr(module, "config", None))
     if location is None or name not in (None, location.method):
         raise UnsupportedAttentionError(
-            f"a {type(module).__name__} was not switched to {name}, which its config names: that was changed by hand, "
-            "or by a switch of another model or part that has the same config. Use model.set_attn_implementation(name) "
-            "or hf_efficient_attn.convert(model, name, layers=[...]) for the whole model, and give each model a config "
-            "of its own"
+            f"a {type(module).__name__} was not switched to {name}, which its config names: another model or part has "
+            "that config, too, or it was changed by hand: use model.set_attn_implementation(name) or hf_efficient_attn."
+            "convert(model, name, layers=[...]) for the whole model, and give each model a config of its own"
         )
     return location
 

@@ -64,6 +64,8 @@ def test_encoder_alone_is_switched_and_comes_back_from_disk(family, method, tmp_
         assert torch.equal(logits(model, inputs), found)
     hea.convert(model, "sdpa")
     torch.testing.assert_close(logits(model, inputs), exact, rtol=1e-5, atol=1e-5)
+    hea.convert(model.get_encoder(), method, **SMALL[method])  # whose config is also that of the decoder
+    refuses(rf"was not switched to {method}.*layers=\[", logits, model, inputs)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +106,6 @@ def test_what_names_and_numbers_select(layers, expected, head):
     for method, more in (("scatterbrain", {"layers": layers}), ({"method": "scatterbrain", "layers": layers}, {})):
         used = in_use(hea.convert(tiny("bart") if head else tiny("bart").model, method, **more))
         assert sorted(name for name, method in used.items() if method) == sorted(expected)
-
-
-@pytest.mark.parametrize("first", ["sdpa", "longformer"])
-def test_a_part_that_shares_its_config_is_converted_alone(first):
-    model, inputs = tiny("bart"), inputs_of("bart")
-    hea.convert(hea.convert(model, first).get_encoder(), "linear")
-    encoded(model, inputs)
-    refuses(r"BartAttention was not switched to linear.*layers=\[", logits, model, inputs)
-    logits(hea.convert(model, "linear", layers=["encoder"]), inputs)
 
 
 def test_names_work_in_models_of_one_stack_and_of_two_towers():
