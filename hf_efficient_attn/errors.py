@@ -40,7 +40,8 @@ def refusing(what: str, *passing: type[BaseException]) -> Iterator[None]:
 def warn(message: str) -> None:
     """Warn at the line outside of this package, Transformers and PyTorch that led here."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in (__package__, "transformers", "torch"):
+    inside = tuple(f"{name}." for name in (__package__, "transformers", "torch"))
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(inside):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

@@ -118,8 +118,8 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
 
     Raises:
         UnsupportedAttentionError: before anything is changed, for a `max_length` that is no integer or smaller than the
-            present one, an unknown `method`, models without a learned table over token positions, and models whose
-            attention method has learned tables of the present length.
+            present one, an unknown `method`, models without a learned table over token positions, with an offloaded
+            one, and those whose attention method has learned tables of the present length.
     """
     roots = models.transformers_models(model)
     if method not in ("tile", "interpolate"):
@@ -139,6 +139,9 @@ def extend_positions(model: nn.Module, max_length: int, method: str = "tile") ->
                 f"the model takes {present} tokens, so that {max_length} would shorten its position table; shorter "
                 "sequences need no change"
             )
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if is_offloaded and any(table.embedding.weight.is_meta for table, _ in tables):
+        raise UnsupportedAttentionError("the position table is offloaded: extend the positions first, then offload")
     for table, config in tables:
         module, embedding = table.module, table.embedding
         offset, old_size = inputs.position_offset(embedding), embedding.num_embeddings

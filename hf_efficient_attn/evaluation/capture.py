@@ -240,8 +240,9 @@ def forward(model: nn.Module, batch: Batch, **options: Any) -> Any:
             "a batch is a mapping of the model's arguments, such as the output of a tokenizer, or a tensor of the "
             f"model's main input; got {type(batch).__name__}"
         )
-    device = next(model.parameters()).device
-    inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**batch, **options}.items()}
+    device, inputs = next(model.parameters()).device, {**batch, **options}
+    if device.type != "meta":  # the hooks of an offloaded model move its inputs
+        inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
     if "use_cache" in inspect.signature(root.forward).parameters:
         inputs.setdefault("use_cache", False)
     return model(**inputs)

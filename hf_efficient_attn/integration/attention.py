@@ -22,7 +22,7 @@ from hf_efficient_attn.integration import inputs, model_kinds, packing, refusals
 from hf_efficient_attn.integration.cache import LAYER, MethodLayer, NewKeys
 from hf_efficient_attn.integration.distance_bias import ARGUMENT, TAKES_DISTANCE_BIAS, take_bias
 from hf_efficient_attn.integration.exact import exact_layer
-from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation, layer_of
+from hf_efficient_attn.integration.layers import LOCATION, ModuleLocation
 from hf_efficient_attn.integration.learned import NAME, learned_of
 from hf_efficient_attn.integration.settings import EXACT
 from hf_efficient_attn.integration.shards import shard_attention, shards_of
@@ -62,16 +62,15 @@ class LayerCall(NamedTuple):
 
 
 def location_of(module: nn.Module) -> ModuleLocation:
-    """The location that a switch wrote on the module, or else what the module itself says about it."""
-    if hasattr(module, LOCATION):
-        return getattr(module, LOCATION)
-    layer = layer_of(module, str(getattr(module, "layer_idx", "")))
-    if layer is None:
+    """The location that a switch to the method of its config wrote on a module, which is refused without one."""
+    location, name = getattr(module, LOCATION, None), settings.method_of(getattr(module, "config", None))
+    if location is None or name not in (None, location.method):
         raise UnsupportedAttentionError(
-            f"a {type(module).__name__} does not know its layer, because its model was switched by hand: use "
-            "model.set_attn_implementation(name) or hf_efficient_attn.convert(model, name)"
+            f"a {type(module).__name__} was not switched to {name}, which its config names: another model or part has "
+            "that config, too, or it was changed by hand: use model.set_attn_implementation(name) or hf_efficient_attn."
+            "convert(model, name, layers=[...]) for the whole model, and give each model a config of its own"
         )
-    return ModuleLocation(layer, f"layer {layer}", bool(getattr(module, "is_cross_attention", False)), layer)
+    return location
 
 
 def read_call(

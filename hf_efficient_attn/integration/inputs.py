@@ -123,7 +123,7 @@ def refuse_long_input(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None
     # Transformers 5.24 calls the argument `cache`.
     past: Any = kwargs.get("past_key_values", kwargs.get("cache"))
     num_past = past.get_seq_length() if hasattr(past, "get_seq_length") else 0
-    length = length if isinstance(num_past, Tensor) else length + num_past
+    length += _largest(num_past) if isinstance(num_past, Tensor) else num_past
     for table in (table for table in tables if length > table.num_positions):
         position_ids, embedding, used = kwargs.get("position_ids"), table.embedding, length
         if isinstance(position_ids, Tensor):

@@ -53,6 +53,7 @@ class ModuleLocation(NamedTuple):
     label: Layer | None
     window: int | None = None  # as `models.window_of` determines it
     own_name: str = ""  # within the part of the model that names its method itself, if it is in one
+    method: str = ""  # the implementation that its config named in the last switch to one of this package
 
     def is_selected(self, item: Layer) -> bool:
         """Whether an item of `layers` selects the module."""

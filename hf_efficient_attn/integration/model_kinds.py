@@ -63,7 +63,7 @@ class ModelKind(NamedTuple):
     ignores_table: bool = False
     # It uses PyTorch's own attention, with a mask that Transformers makes for the implementation in its config.
     needs_exact_config: bool = False
-    # An attention module whose keys its model reads from the cache, which must therefore keep those of all tokens.
+    # An attention module, or the config of a model, whose model reads keys from the cache, which must keep them all.
     needs_cached_keys: bool = False
     # How many times the size of a head, and of a value, a query and a key have.
     size_of_keys: int = 1
@@ -101,7 +101,7 @@ KINDS = (
     ModelKind("GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)", ignores_table=True),
     ModelKind("Siglip2MultiheadAttentionPoolingHead", needs_exact_config=True),
     ModelKind("DiffusionGemmaDecoderTextAttention", hides_window=True),  # it says a window, and attends to all keys
-    ModelKind("DiffusionGemmaEncoderTextAttention", needs_cached_keys=True),
+    ModelKind("DiffusionGemmaEncoderTextAttention|WhisperConfig", needs_cached_keys=True),
     ModelKind("ConditionalDetrDecoderCrossAttention", size_of_keys=2),  # a token and its position
     ModelKind("DoryAttention", needs_cached_keys=True, if_config=("recurrent_kv_cache_mode", "last_loop")),
 )

@@ -261,7 +261,7 @@ class NearFarCache(Cache):
 
     Raises:
         UnsupportedAttentionError: the config's attention is not of this package, or a layer's method does not attend to
-            all cached keys exactly; `columns` is too small.
+            all cached keys exactly; the cache has landmarks for no layer; `columns` is too small.
     """
 
     def __init__(self, config: PreTrainedConfig, columns: int = 256, look_up: bool = False) -> None:
@@ -288,6 +288,11 @@ class NearFarCache(Cache):
                     f"keys: leave the cache out. Methods that do: {', '.join(usable)}"
                 )
             layers[index] = LookUpLayer(method, columns) if look_up else NearFarLayer(method, columns, seed=index)
+        if not any(isinstance(layer, _Layer) for layer in layers):
+            raise UnsupportedAttentionError(
+                "NearFarCache would have no effect: leave the cache out. It has no landmarks for layers that hold more "
+                "than keys (FalconH1, Zamba2), nor for those that stay exact or that the config chooses by name"
+            )
         super().__init__(layers=layers)
 
     def numel(self) -> int:

@@ -135,10 +135,10 @@ def _around_attention(
 
 def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
     """Refuse layers that the model does not have, items of `layers` with windows only, and modules of two entries."""
-    selected: dict[Layer | None, list[models.AttentionModule]] = {}
+    named, selected = set[Layer](), dict[Layer | None, list[models.AttentionModule]]()
     for found in chosen:
         settings = settings_of(found.config, str(method_of(found.config)))
-        selected |= {x: selected.get(x, []) for x in settings.named_layers()}
+        named.update(settings.named_layers())
         methods = []
         for entry in settings.entries:
             items = [x for x in entry.layers or (None,) if x is None or found.location.is_selected(x)]
@@ -150,7 +150,9 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
                 f"{len(methods)} entries of 'layers' select {found.location.name} ({', '.join(methods)}): each layer "
                 "uses one method"
             )
-    missing = in_order(layer for layer, group in selected.items() if not group)
+    # A part that is named by the whole model may since have settings of its own.
+    through = [found for found in chosen if models.uses_interface(type(found.module))]
+    missing = in_order(item for item in named if not any(found.location.is_selected(item) for found in through))
     if missing:
         layers = in_order(found.location.layer for found in chosen if found.location.layer is not None)
         notes = {str(note) for found in chosen if (note := getattr(found.config, "attention_note", None))}
@@ -158,7 +160,6 @@ def _check_layers(kind: str, chosen: Sequence[models.AttentionModule]) -> None:
             f"{kind} has no attention in layers {missing}; its layers are {'; '.join([str(layers), *notes])}. Names "
             f"that select several of them: {', '.join(map(repr, names_of(x.location.name for x in chosen)))}"
         )
-    through = [found for found in chosen if models.uses_interface(type(found.module))]
     for group in selected.values():
         if all(found.location.window is not None for found in group):
             others = ", ".join(found.location.name for found in through if found.location.window is None)

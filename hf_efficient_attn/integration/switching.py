@@ -108,8 +108,9 @@ def _switch_modules(
         method = method if reason is None and models.uses_interface(type(module)) else None
         learned.attach(found, method, is_adapted)
         own_forward.attach(module, method)
+        vars(module).pop(LOCATION, None)
         if name is not None:
-            setattr(module, LOCATION, location)
+            setattr(module, LOCATION, location._replace(method=name))
             distance_bias.attach_hook(module)
     for reason, group in exact.items():
         refusals.warn_of_exact_layers(reason, group)
@@ -306,7 +307,7 @@ def _add_states(cache: DynamicCache, config: PreTrainedConfig) -> None:
     Layers with a sliding window of their own, and layers that get keys when the cache is made, do not change, nor those
     that the config chooses by name, because a cache does not know the modules. They keep keys, with the same output.
     """
-    name = method_of(config)
+    name = None if model_kinds.kind_of(type(config)).needs_cached_keys else method_of(config)
     for index, layer in enumerate(cache.layers if name is not None else ()):
         method = settings_of(config, str(name)).for_layer(index)
         is_plain = type(layer) is DynamicLayer and not layer.is_initialized

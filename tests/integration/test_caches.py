@@ -391,7 +391,8 @@ def test_methods_that_decode_exactly(method):
         refuses("does not attend to all cached keys", hea.NearFarCache, model.config)
         return
     for config, columns, words in (
-        (tiny_model("gpt2", head=True).config, 256, r"'sdpa'.*hea.convert"), (model.config, 7, "8 or more")
+        (tiny_model("gpt2", head=True).config, 256, r"'sdpa'.*hea.convert"), (model.config, 7, "8 or more"),
+        (transformers.FalconH1Config(efficient_attention={"method": method}), 16, "no effect"),
     ):  # fmt: skip
         refuses(words, hea.NearFarCache, config, columns)
     found = [decode(model, ids, range(75, 90), cache) for cache in (hea.NearFarCache(model.config, 120), None)]

@@ -207,10 +207,11 @@ def test_two_towers(part, tmp_path):
     model = enlarged(transformers.VisionTextDualEncoderModel(config))
     ids = torch.randint(5, 60, (2, 100), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32)}
-    hea.convert(model, "nystromformer", layers=[part], **SMALL["nystromformer"])
-    with torch.no_grad():
-        ours, loaded = model(**inputs), reloaded(model, tmp_path)(**inputs)
-    assert torch.equal(ours.logits_per_text, loaded.logits_per_text)
+    for converted, method, layers in ((model, "nystromformer", [part]), (getattr(model, part), "scatterbrain", None)):
+        hea.convert(converted, method, layers=layers, **SMALL[method])
+        with torch.no_grad():
+            ours, loaded = model(**inputs), reloaded(model, tmp_path)(**inputs)
+        assert torch.equal(ours.logits_per_text, loaded.logits_per_text)
 
 
 def test_a_model_of_a_user_that_does_not_call_post_init(calls):

@@ -330,6 +330,8 @@ def test_timestamps_of_tokens_leave_the_model_converted(tmp_path):
     refuses("^return_token_timestamps=True", model.generate, sound, return_token_timestamps=True, attention_mask=mask)
     assert torch.equal(model.generate(sound), ids)
     assert reloaded(model, tmp_path).config._attn_implementation == "nystromformer"
+    found = hea.convert(model, "linear").generate(sound, return_dict_in_generate=True)  # reads keys from the cache
+    assert torch.equal(found.sequences, model.generate(sound, use_cache=False, return_dict_in_generate=True).sequences)
     timed = hea.convert(model, "eager").generate(sound, return_token_timestamps=True, attention_mask=mask)
     assert "token_timestamps" in timed
 

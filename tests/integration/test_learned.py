@@ -115,8 +115,9 @@ def test_a_config_that_was_changed_without_the_model(method):
     config, inputs, ask = tiny_config("bert"), tiny_batch("bert"), r"hf_efficient_attn\.convert"
     first, second = (tiny_class("bert")(config).eval() for _ in range(2))
     output(convert(first, method), inputs)
-    refuses(f"has no learned parameters.*{ask}", output, second, inputs)
+    refuses(f"not switched to {method}.*{ask}", output, second, inputs)
     output(hea.convert(second, "kdeformer"), inputs)
+    refuses(f"not switched to kdeformer.*{ask}", output, first, inputs)
     model = convert(tiny_model("bert"), method)
     model.config.efficient_attention = {"method": method, **LEARNING[method], "seed": 5}
     refuses(f"has learned parameters of .*{ask}", output, model, inputs)

@@ -156,9 +156,9 @@ def test_a_converted_model_explains_that_the_input_is_too_long(family, tmp_path)
 
 def test_generation_is_refused_where_it_exceeds_the_table():
     model, ids = hea.convert(model_of("gpt2"), "linear"), tiny_batch("bert", length=120)["input_ids"]
-    for use_cache in (True, False):
-        refuses(MESSAGE.format(129), generate, model, {"input_ids": ids}, 12, use_cache=use_cache)
-    assert generate(model, {"input_ids": ids[:, :117]}, 12).shape == (2, 12)
+    for options in ({"use_cache": True}, {"use_cache": False}, {"cache_implementation": "static"}):
+        refuses(MESSAGE.format(129), generate, model, {"input_ids": ids}, 12, **options)
+        assert generate(model, {"input_ids": ids[:, :117]}, 12, **options).shape == (2, 12)
     # Padding on the left takes no positions.
     mask = torch.ones_like(ids)
     mask[:, :12] = 0

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 
 import hf_efficient_attn as hea
-from each import FEW, few_methods
+from each import FEW, few_methods, refuses
 from helpers.learned import LEARNING, learned_in, shake
 from helpers.model_types import REFUSALS, SAMPLE, WORKS_AFTER_ALL, case
 from helpers.windowed_models import converted, exact_model
@@ -271,6 +271,8 @@ def test_an_offloaded_model(family, method, tmp_path):
     accelerate, cpu = pytest.importorskip("accelerate"), torch.device("cpu")
     model = shake(hea.convert(tiny_model(family, head=True), {"method": method, **OFFLOADED[method]}))
 
+    error = hea.attention_error(model, tiny_batch(family)).mean()
+
     def result(model):
         inputs = tiny_batch(family, padding="left")
         return generate(model, inputs, 6) if family in DECODERS else output(model, inputs)
@@ -282,6 +284,8 @@ def test_an_offloaded_model(family, method, tmp_path):
     assert all(p.device.type == "meta" for m in learned_in(loaded).values() for p in m.parameters())
     for one in (loaded, on_cpu, model):
         assert torch.equal(result(one), expected)
+    assert hea.attention_error(model, tiny_batch(family)).mean() == error
+    refuses("is offloaded|has learned tables|cannot be extended", hea.extend_positions, model, 200)
 
 
 # Training
