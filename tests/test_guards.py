@@ -11,7 +11,7 @@ import hf_efficient_attn as hea
 ROOT = Path(hea.__file__).parent
 # Guards against copies. The aim for the package is 30,000 lines. The kernels for GPUs are above it, until what they
 # replace is cut.
-GUARDS = {".": 32_100, "../recipes": 10_000, "../tests": 25_000}
+GUARDS = {".": 32_150, "../recipes": 10_000, "../tests": 25_000}
 # What reads the kind of a device, and which files may.
 DEVICE = re.compile(r"\bbackend\(|\bdevice\.type\b|\.is_cuda\b")
 # Not a question: autocast and the state of random numbers take the name of the device.
