@@ -107,8 +107,7 @@ def hyperparameters(row: Instance) -> st.SearchStrategy[dict[str, Any]]:
                 [x for x in (0.0, 0.04, 0.3, 0.6, 1.0, 3.0, 10.0) if x >= (minimum or 0)]
             )
         elif minimum is not None:
-            largest = _LARGEST.get(spec.name, 40)
-            values[spec.name] = st.integers(minimum, 8) | st.integers(minimum, largest)
+            values[spec.name] = st.integers(minimum, 8) | st.integers(minimum, _LARGEST.get(spec.name, 40))
 
     def is_valid(drawn: dict[str, Any]) -> bool:
         try:

@@ -83,8 +83,7 @@ def broken(name: str, *, naive: str | None = None, **promised) -> Iterator[Insta
     """Register a method, and yield its `Instance` with the properties in `promised`. `naive` is its readable form."""
     facts = {"method": name, "title": name, "paper": "none", "year": 2026, "summary": name}
     facts |= {"causal": True, "rectangular": True}
-    config_class = type("Config", (BrokenConfig,), facts)
-    register_method(config_class, forward=form_of(name), naive=form_of(naive or name))
+    register_method(type("Config", (BrokenConfig,), facts), forward=form_of(name), naive=form_of(naive or name))
     try:
         yield Instance(name, **promised)
     finally:

@@ -38,12 +38,11 @@ def benchmark(method: str = "kdeformer", layers=None, **changes) -> dict:
     ]
     keys = ("attention", "method", "settings", "length", "seconds", "speed_up", "peak_memory_mib", "error", "agreement")
     measured = [{**dict(zip(keys, row, strict=True)), "batch": 2, "layer_errors": [row[7], row[7]]} for row in rows]
-    machine = {"cpu": "A CPU", "threads": 2, "device": "cpu", "dtype": "float32", "torch": "2.13.0"}
     return {
         "format": 1,
         "source": "OUT",
         "task": "masked-lm",
-        "machine": machine,
+        "machine": {"cpu": "A CPU", "threads": 2, "device": "cpu", "dtype": "float32", "torch": "2.13.0"},
         "data": {"name": "book.txt", "rows": 8},
         "agreement": "top1",
         "measurements": measured,

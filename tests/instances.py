@@ -381,8 +381,7 @@ def inputs(
 
 def _few_tokens(query: Tensor, key: Tensor, value: Tensor, generator: torch.Generator) -> list[Tensor]:
     """At most three different tokens."""
-    tensors = (query, key, value)
-    return [x[:, :, torch.randint(min(3, x.shape[2]), (x.shape[2],), generator=generator)] for x in tensors]
+    return [x[:, :, torch.randint(min(3, x.shape[2]), (x.shape[2],), generator=generator)] for x in (query, key, value)]
 
 
 def _outlier(query: Tensor, key: Tensor, value: Tensor, generator: torch.Generator) -> list[Tensor]:
@@ -431,8 +430,7 @@ def padding_mask(kind: str, batch: int, kv_len: int, seed: int = 0) -> Tensor | 
         return None
     generator = torch.Generator().manual_seed(seed)
     if kind in ("left", "right"):
-        num_valid = torch.randint(1, kv_len + 1, (batch, 1), generator=generator)
-        mask = torch.arange(kv_len) < num_valid
+        mask = torch.arange(kv_len) < torch.randint(1, kv_len + 1, (batch, 1), generator=generator)
         return mask.flip(1) if kind == "left" else mask
     if kind in ("one", "all"):
         mask = torch.zeros(batch, kv_len, dtype=torch.bool)

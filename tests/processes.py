@@ -15,7 +15,6 @@ import torch.multiprocessing as multiprocessing
 
 import hf_efficient_attn as hea
 
-TIMEOUT = datetime.timedelta(seconds=60)
 # A server that has imported what takes long forks the processes; elsewhere each imports it.
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 PRELOADED = [
@@ -29,7 +28,7 @@ def _start(rank: int, size: int, port: int, folder: str, function: Callable[...,
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size)
     )
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
     try:
         result = function(*arguments)
     except BaseException:  # noqa: BLE001  # as a script that fails: the others must notice that this process has ended

@@ -166,8 +166,7 @@ def check_masked_keys(instance: Instance, is_causal: bool, padding: str = "holes
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e30):
         changed = [x.masked_fill(~key_mask[:, None, :, None], garbage) for x in tensors[1:]]
         # In self-attention the padding has queries as well, and only the outputs of those may change.
-        query = tensors[0].masked_fill(~valid.unsqueeze(3), garbage)
-        out = instance(query, *changed, key_mask, is_causal=is_causal)
+        out = instance(tensors[0].masked_fill(~valid.unsqueeze(3), garbage), *changed, key_mask, is_causal=is_causal)
         assert_same(out[valid], clean[valid], f"{garbage} in masked keys changes the output")
 
 
@@ -467,8 +466,7 @@ def check_gradients(
     key_mask[1, :1] = False
 
     def output(*leaves: Tensor) -> Tensor:
-        out = instance.reduced(*leaves, key_mask, is_causal=is_causal)
-        return out.masked_fill(~key_mask[:, None, :, None], 0.0)
+        return instance.reduced(*leaves, key_mask, is_causal=is_causal).masked_fill(~key_mask[:, None, :, None], 0.0)
 
     with held_plans():
         leaves = [x.requires_grad_() for x in inputs(**shape, dtype=torch.float64)]

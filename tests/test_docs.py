@@ -69,8 +69,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(text: str) -> list[Block]:
-    pattern = r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?"
-    found = re.finditer(pattern, text, re.M | re.S)
+    found = re.finditer(r"^```([\w{}]*)[^\n]*\n(.*?)^```$\n?(?:\n```text\n(.*?)^```$)?", text, re.M | re.S)
     return [Block(match[1], match[2], text[: match.start()].count("\n") + 2, match[3]) for match in found]
 
 
@@ -134,8 +133,7 @@ def without_blocks(text: str) -> str:
 
 @each_page
 def test_links_lead_somewhere(path):
-    text = without_blocks(path.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(path.read_text(encoding="utf-8"))):
         if target.startswith(("http://", "https://")):
             continue
         file, _, anchor = target.partition("#")

@@ -177,8 +177,7 @@ def test_the_source_distribution_is_complete(monkeypatch):
     files = set(tracked("docs", "model_cards", "recipes", "tests")) | {"CITATION.cff"}
     assert {"tests/promises.py", "tests/test_package.py", "recipes/configs/cpu.yaml", "docs/conf.py"} <= files
     assert {path for path in files if (ROOT / path).exists()} <= set(chosen.files)
-    made = re.compile(r"\.py[co]$|^docs/_build/|/\.ipynb_checkpoints/")
-    assert not list(filter(made.search, chosen.files))
+    assert not list(filter(re.compile(r"\.py[co]$|^docs/_build/|/\.ipynb_checkpoints/").search, chosen.files))
 
 
 # The option `--suite`: core and rest are disjoint and together all; the core has each value of each parameter.

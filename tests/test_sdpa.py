@@ -97,8 +97,7 @@ def test_calls_that_are_replaced(name, x):
     assert 1e-3 < relative_error(out[KEYS], exact[KEYS]) < 0.5
     if "causal" in name:  # the causal form, in which no later token matters
         with hea.replace_sdpa(plain, small, min_length=0):
-            changed = torch.cat((x[:, :40], torch.zeros_like(x[:, 40:])), 1)
-            assert torch.equal(plain(changed)[:, :40], out[:, :40])
+            assert torch.equal(plain(torch.cat((x[:, :40], torch.zeros_like(x[:, 40:])), 1))[:, :40], out[:, :40])
     assert torch.equal(plain(x), exact)
 
 
@@ -252,8 +251,7 @@ def test_every_method_gives_its_own_output(method, is_causal, x):
     replaced = config.causal or not is_causal
     assert ("replaced" in replacement.report()) == replaced
     if replaced:
-        seed = zlib.crc32(b"Attention") // 2
-        expected = hea.attention(config, query, key, value, is_causal=is_causal, seed=seed)
+        expected = hea.attention(config, query, key, value, is_causal=is_causal, seed=zlib.crc32(b"Attention") // 2)
     else:
         expected = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
     torch.testing.assert_close(out, expected.transpose(1, 2).flatten(2))
@@ -346,8 +344,7 @@ def test_copies_and_files_keep_the_replacement_until_it_is_ended(x):
     file = io.BytesIO()
     torch.save(plain, file)
     file.seek(0)
-    copies = [copy.deepcopy(plain), torch.load(file, weights_only=False), copy.deepcopy(copy.deepcopy(plain))]
-    for other in copies:
+    for other in [copy.deepcopy(plain), torch.load(file, weights_only=False), copy.deepcopy(copy.deepcopy(plain))]:
         assert torch.equal(other(x), out)
         refuses("hea.restore_sdpa", hea.convert, other, "sdpa")
         assert hea.restore_sdpa(other) is other

@@ -351,8 +351,7 @@ def test_the_commands_take_both_stacks(make, text, tmp_path, capsys):
     file.write_text(json.dumps(found))
     shown(capsys, "convert", folder, "--config", file, "-o", out)
     line = ("convert", folder, "--method", "longformer", "--layers", "encoder", "-o", out, "--force")
-    printed = shown(capsys, *line).out
-    assert f"layers: {', '.join(entry['layer'] for entry in found['layers'][:2])}\n" in printed
+    assert f"layers: {', '.join(entry['layer'] for entry in found['layers'][:2])}\n" in shown(capsys, *line).out
     assert read(out)["efficient_attention"]["layers"] == ["encoder"]
 
 

@@ -98,8 +98,7 @@ def test_exit_status(raised, expected, monkeypatch, capsys):
 
 def test_parse_methods():
     methods = ["kdeformer,performer:num_features=64", "kdeformer:near_field=window:num_hashes=4"]
-    configs = cli.parse_methods(methods, ["kdeformer.block_size=32", "seed=3"])
-    assert configs == {
+    assert cli.parse_methods(methods, ["kdeformer.block_size=32", "seed=3"]) == {
         "kdeformer (block_size=32, seed=3)": hea.KDEformerConfig(block_size=32, seed=3),
         "performer (num_features=64, seed=3)": hea.PerformerConfig(num_features=64, seed=3),
         "kdeformer (block_size=32, num_hashes=4, near_field=window, seed=3)": hea.KDEformerConfig(
@@ -230,8 +229,7 @@ def test_a_terminal_shows_at_once_that_the_command_works():
     ours, theirs = os.openpty()
     start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     line = [sys.executable, "-c", start, sys.executable, "-m", "hf_efficient_attn", "methods"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=environment)
+    running = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "PYTHONPATH": str(ROOT)})
     os.close(theirs)
     told = b""
     while b"Loading PyTorch" not in told:

@@ -119,8 +119,7 @@ def test_tensor_names_with_another_prefix_than_those_of_the_class(prefixed, sour
     assert len(new) == 2 and all(name.startswith("bert.") == prefixed for name in written if "encoder" in name)
     table = ("bert." if prefixed else "") + "embeddings.position_embeddings.weight"
     assert table in done["parameters"]["new"] and written[table].shape == (256, 32)
-    cls = getattr(transformers, done["architecture"])
-    _, report = cls.from_pretrained(tmp_path / "out", output_loading_info=True)
+    _, report = getattr(transformers, done["architecture"]).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not [name for name in report["unexpected_keys"] if "learned" in name]
     assert not [name for name in report["missing_keys"] if "pooler" not in name]
 
@@ -213,8 +212,7 @@ def test_extended_positions(tmp_path, capsys):
     (source / "tokenizer_config.json").write_text('{"model_max_length": 128, "unk_token": "[UNK]"}')
 
     def card(source, name, method, *options):
-        line = ("convert", tmp_path / source, "--method", method, *options, "-o", tmp_path / name)
-        out = shown(capsys, *line).out
+        out = shown(capsys, "convert", tmp_path / source, "--method", method, *options, "-o", tmp_path / name).out
         return (tmp_path / name / "README.md").read_text(), out
 
     text, out = card("source", "same", "linear", "--max-length", 128)

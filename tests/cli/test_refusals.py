@@ -64,8 +64,7 @@ def test_a_place_for_lengths_that_cannot_be_written(tmp_path, monkeypatch, capsy
 def test_a_card_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     converted.make(tmp_path)
     monkeypatch.setattr(benchmark, "benchmark_checkpoint", None)
-    card = (tmp_path / "README.md").read_text()
-    (tmp_path / "README.md").write_text(card.replace("<!-- /hf_efficient_attn -->", ""))
+    (tmp_path / "README.md").write_text((tmp_path / "README.md").read_text().replace("<!-- /hf_efficient_attn -->", ""))
     assert "must contain the lines" in refused(capsys, "benchmark", tmp_path, "--card")
 
 

@@ -19,8 +19,7 @@ def gaussian_kernel(query, key):
     squares = key.square().sum(1)
     key = torch.cat((key, (squares.max() - squares).sqrt()[:, None]), 1)
     query = torch.cat((query, torch.zeros(len(query), 1, dtype=torch.float64)), 1)
-    distance = (query[:, None] - key[None]).square().sum(2)
-    return torch.exp(-distance / (2 * math.sqrt(query.shape[1] - 1)))
+    return torch.exp(-(query[:, None] - key[None]).square().sum(2) / (2 * math.sqrt(query.shape[1] - 1)))
 
 
 def test_head_and_tail_of_the_kernel_matrix(monkeypatch):

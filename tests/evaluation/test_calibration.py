@@ -61,8 +61,7 @@ def test_of_equal_times_the_first_method_is_taken(timed_by_columns):
     model, data = tiny_model("bert"), batches("bert", 1)
     for methods in (["longformer", "kdeformer"], ["kdeformer", "longformer"]):
         config = hea.calibrate(model, data, max_error=100.0, methods=methods, budgets=[32, 16], seed=5)
-        expected = make_config(methods[0]).with_budget(16)
-        assert [one.config for one in config.entries] == [make_config(expected, seed=5)]
+        assert [one.config for one in config.entries] == [make_config(make_config(methods[0]).with_budget(16), seed=5)]
         assert config.named_layers() == [0, 1]
 
 
@@ -444,7 +443,6 @@ def test_the_bar_is_in_proportion_to_the_estimates_and_removed(clock, monkeypatc
     steps = carry_out([Step("a", 10.0), Step("b", 30.0), Step("c", 60.0)], Execution(_start=0.0))
     for share in (0, 10, 40):
         clock.now += 10.0
-        step = next(steps)
-        assert f"{step.name}: {share:3}%" in terminal.getvalue().replace("\x1b", "").rpartition("\r")[2]
+        assert f"{next(steps).name}: {share:3}%" in terminal.getvalue().replace("\x1b", "").rpartition("\r")[2]
     steps.close()
     assert not terminal.getvalue().rpartition("\r")[2].strip()

@@ -264,8 +264,7 @@ def test_the_command_says_up_to_which_length_auto_is_exact(cache, monkeypatch, c
     out = " ".join(shown(capsys, "crossover").out.split())
     assert f"| float32 | 2942 | 2942 | {found['float32']['64']} | {found['float32']['32']} |" in out
     assert "auto with its default hyperparameters is exact in longer sequences, too" in out
-    config = measuring.make_config("auto")
-    assert config.exact_up_to(16, 64, torch.float32, True, CPU) == found["float32 causal"]["64"]
+    assert measuring.make_config("auto").exact_up_to(16, 64, torch.float32, True, CPU) == found["float32 causal"]["64"]
     assert "auto with" not in shown(capsys, *COMMAND).out
 
 

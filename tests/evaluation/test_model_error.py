@@ -97,8 +97,7 @@ def test_methods_and_exact_layers_of_one_model_are_told_apart():
 @pytest.mark.parametrize(("family", "method"), [("bert", "flurka_linear"), ("gpt2", "linear")])
 def test_methods_that_pass_the_attention_function_by(family, method):
     """Of hidden states and of a recurrent state."""
-    options = {"projection_dim": 8} if method == "flurka_linear" else {}
-    model = hea.convert(tiny_model(family), method, **options)
+    model = hea.convert(tiny_model(family), method, **({"projection_dim": 8} if method == "flurka_linear" else {}))
     batch = tiny_batch("bert")
     before = output(model, batch)
     found = hea.attention_error(model, batch)
@@ -147,8 +146,7 @@ def test_sequences_without_a_token_do_not_count():
 
 def test_bfloat16_models_and_what_is_refused():
     bert = hea.convert(tiny_model("bert").to(torch.bfloat16), KDEFORMER)
-    found = hea.attention_error(bert, tiny_batch("bert"), num_rows=None)
-    assert all(0.02 < one.mean < 1.0 for one in found.layers)
+    assert all(0.02 < one.mean < 1.0 for one in hea.attention_error(bert, tiny_batch("bert"), num_rows=None).layers)
     box = torch.nn.Sequential(tiny_model("vit"))
     refuses("ViTModel computes exact attention in every layer", hea.attention_error, box, tiny_batch("vit"))
     for num_rows in (0, -1, True, 2.5, "8"):
@@ -287,8 +285,7 @@ def test_only_queries_of_the_mask_are_sampled(kind):
     alone = sample(2, 60, 10, mask[2:4])
     assert torch.equal(alone.queries[alone.valid], rows.queries[2:4][rows.valid[2:4]])
     # Padding on the right samples the queries that the sequence has without it.
-    short = sample(2, 60, 10, (torch.arange(60) < 40).expand(2, -1))
-    assert torch.equal(short.queries, sample(2, 40, 10).queries)
+    assert torch.equal(sample(2, 60, 10, (torch.arange(60) < 40).expand(2, -1)).queries, sample(2, 40, 10).queries)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "holes", "empty"])

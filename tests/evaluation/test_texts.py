@@ -40,6 +40,5 @@ def test_files_and_folders(tmp_path):
     (tmp_path / "folder" / "notes.pdf").write_bytes(b"%PDF")
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": "two", "more": 3}')
     (tmp_path / "other").write_text("other")  # a file that is named may have any ending
-    files = [tmp_path / name for name in ("folder", "one.jsonl", "other")]
-    every = list(opened_texts(files))
+    every = list(opened_texts([tmp_path / name for name in ("folder", "one.jsonl", "other")]))
     assert sorted(every) == sorted([*(str(number) * 100 for number in range(9)), "one\n\ntwo", "other"])

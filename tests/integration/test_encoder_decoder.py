@@ -228,8 +228,7 @@ def inputs_for(model):
 
 def parts(model):
     """The modules of the two parts, in the order of `PARTS`."""
-    whole = model if model.config.model_type == "clip" else model.model
-    modules = dict(whole.named_children())
+    modules = dict((model if model.config.model_type == "clip" else model.model).named_children())
     return [next(modules[name] for name in names if name in modules) for names in (
         ("vision_model", "vision_tower", "visual"), ("text_model", "language_model"))]  # fmt: skip
 
@@ -316,8 +315,7 @@ def test_what_is_refused_leaves_the_other_parts(model, folder):
     """CLIP's modules call themselves bidirectional, but its text model calls them as causal ones."""
     unknown = r"unknown part of \w+Config '(vison_config|language)'.*Known: text_config, vision_config"
     rows = [({"vison_config": "nearfar"}, unknown), ({"vision_config": "sdpa", "language": "linear"}, unknown)]
-    names = {"vision_config": "nearfar", "text_config": "linformer"}
-    rows += [(names, "no causal form")]
+    rows += [({"vision_config": "nearfar", "text_config": "linformer"}, "no causal form")]
     for choice, words in rows:
         refuses(words, type(model).from_pretrained, folder, attn_implementation=choice)
         refuses(words, model.set_attn_implementation, choice)

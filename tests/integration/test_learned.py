@@ -129,8 +129,7 @@ def test_adapters_have_the_parameters_that_are_trained(tmp_path):
     peft = pytest.importorskip("peft")
     inputs, choice = tiny_batch("bert"), {"method_or_config": "linear", "feature_map": "hedgehog"}
     lora = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["learned_parameters"])
-    prompt = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="FEATURE_EXTRACTION")
-    for adapter in (lora, prompt):
+    for adapter in (lora, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="FEATURE_EXTRACTION")):
         model = peft.get_peft_model(tiny_model("bert"), adapter)
         refuses("^linear learns parameters, and the model has PEFT adapters", hea.convert, model, **choice)
         assert model.config._attn_implementation == "sdpa" and not learned_in(model)

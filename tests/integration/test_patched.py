@@ -71,8 +71,7 @@ def test_a_small_window_equals_a_mask(name):
     position = torch.arange(40)
     distance = position - position[:, None]
     near = (distance.abs() <= 3) if name != "Bloom" else (distance <= 0) & (distance > -4)
-    pairs = near & inputs["attention_mask"].bool()[:, None, None]
-    dense = torch.where(pairs, 0.0, torch.finfo(torch.float32).min)
+    dense = torch.where(near & inputs["attention_mask"].bool()[:, None, None], 0.0, torch.finfo(torch.float32).min)
     kind = "BloomAttention" if name == "Bloom" else f"{name}SelfAttention"
     modules = [module for module in model.modules() if type(module).__name__ == kind]
     hooks = [module.register_forward_pre_hook(_with_mask(module, dense), with_kwargs=True) for module in modules]

@@ -305,8 +305,7 @@ def test_masks_of_pairs_are_refused_but_in_layers_that_stay_exact(family, mask):
 
 
 def test_a_mask_of_keys_that_a_model_adds_to_the_scores():
-    sizes = tiny_config("bert").to_diff_dict()
-    model = transformers.LayoutLMModel(transformers.LayoutLMConfig(**sizes)).eval()
+    model = transformers.LayoutLMModel(transformers.LayoutLMConfig(**tiny_config("bert").to_diff_dict())).eval()
     batch, valid = tiny_batch("bert", padding="left"), tiny_batch("bert", padding="left")["attention_mask"].bool()
     expected = output(model, batch)[valid]
     close(output(hea.convert(model, "nearfar"), batch)[valid], expected, 1e-5)

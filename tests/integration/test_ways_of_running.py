@@ -253,8 +253,7 @@ def test_int8_weights(family, method, quantize):
     # model is the same as quantizing a converted one, apart from parameters that are learned.
     assert torch.equal(output(hea.convert(copy.deepcopy(quantized), "sdpa"), inputs), of_exact)
     if not learned:
-        other = hea.convert(quantize(copy.deepcopy(exact)), method, **SMALL[method])
-        assert torch.equal(output(other, inputs), found)
+        assert torch.equal(output(hea.convert(quantize(copy.deepcopy(exact)), method, **SMALL[method]), inputs), found)
     if family in DECODERS:
         assert quantized.generate(**inputs, max_new_tokens=3, min_new_tokens=3).shape == (2, 73)
 

@@ -145,8 +145,7 @@ def test_collision_chances(distance):
     family = kde.Hash(2.0, 3, 4000)
     points = numbers(20, 6)
     step = numbers(20, 6, seed=1)
-    other = points + distance * step / step.norm(dim=1, keepdim=True)
-    tables = kde.hash_tables(other, points, family, 0, 60)
+    tables = kde.hash_tables(points + distance * step / step.norm(dim=1, keepdim=True), points, family, 0, 60)
     codes = torch.empty_like(tables.codes).scatter_(1, tables.order, tables.codes)
     share = (codes == tables.query_codes).double().mean().item()
     assert share == pytest.approx(kde.collision_chance(torch.tensor(distance / 2.0)).item() ** 3, rel=0.05, abs=0.003)
@@ -168,8 +167,7 @@ def test_density_is_unbiased_and_knows_its_error():
     points, queries = numbers(600, 6), numbers(60, 6, seed=1)
     true = dense(queries, points).mean(1)
     mean, error = kde.gaussian_kde(points, queries, mu=true.median().item(), tables=4000)
-    z = (mean - true) / error
-    assert z.square().mean().sqrt() < 1.5
+    assert ((mean - true) / error).square().mean().sqrt() < 1.5
     assert (mean / true - 1).abs().median() < 0.05
     assert (error / true).median() < 0.05
 
@@ -209,8 +207,7 @@ def test_weighted_exponential_densities(n, eps):
         assert report.exact_rows < n / 2
         assert n < 3000 or report.evaluations < n * n
         assert (ratio - 1).abs().median() > 1e-4
-        mus = [mu for mu, _ in report.levels]
-        assert all(b == a / 2 for a, b in itertools.pairwise(mus))
+        assert all(b == a / 2 for a, b in itertools.pairwise([mu for mu, _ in report.levels]))
 
 
 def test_memory_is_linear():

@@ -200,8 +200,7 @@ def test_each_query_is_in_a_group_of_like_ones(length, num_groups):
 def test_near_keys_have_the_largest_scores_for_the_mean_query(length, scale):
     query, key = numbers(2, 3, 4), numbers(2, length, 4, seed=1)
     found = find_near_keys(query, key, 7, scale)
-    scores = scale * query @ key.mT
-    assert torch.equal(found.sort()[0], scores.topk(7)[1].sort()[0])
+    assert torch.equal(found.sort()[0], (scale * query @ key.mT).topk(7)[1].sort()[0])
 
 
 def test_a_call_is_few_operations():
@@ -399,5 +398,4 @@ def test_nearfar_is_finite_where_near_keys_are_all_of_a_landmark(dtype):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nearfar_is_finite_with_values_near_the_limit_of_float16(is_causal):
     query, key, value = (2.0 * numbers(1, 4, 700, 64, seed=i).half() for i in range(3))
-    out = nearfar(query, key, 6e4 * value.sign(), is_causal=is_causal, block_size=20, num_samples=12)
-    assert out.isfinite().all()
+    assert nearfar(query, key, 6e4 * value.sign(), is_causal=is_causal, block_size=20, num_samples=12).isfinite().all()

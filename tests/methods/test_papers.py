@@ -118,8 +118,7 @@ def subtracted(query, key, value, near, *, scale: float, count: int = 12, seed: 
         return torch.exp(x @ directions.t() - x.square().sum(-1, keepdim=True) / 2) / count**0.5
 
     features = phi(query) @ phi(key).transpose(2, 3)
-    exact = torch.exp(scale * query @ key.transpose(2, 3))
-    weights = features + torch.where(near, exact - features, 0.0)
+    weights = features + torch.where(near, torch.exp(scale * query @ key.transpose(2, 3)) - features, 0.0)
     weights = weights if allowed is None else weights * allowed
     return weights @ value / weights.sum(-1, keepdim=True)
 
@@ -244,8 +243,7 @@ def paper_attention(query, key, value, pairs, scale: float, shared: bool) -> tor
     logits = (scores - penalty).unsqueeze(1).masked_fill(~pairs, -torch.inf)
     z = logits.logsumexp(3, keepdim=True)
     rounds = (logits - z.masked_fill(z == -torch.inf, 0.0)).exp() @ value.unsqueeze(1)
-    weights = (z - z.logsumexp(1, keepdim=True)).exp().nan_to_num(0.0)
-    return (weights * rounds).sum(1)
+    return ((z - z.logsumexp(1, keepdim=True)).exp().nan_to_num(0.0) * rounds).sum(1)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right", "holes", "empty"])
@@ -527,5 +525,4 @@ def test_attention_by_the_formula(method, feature_map):
         weights = weights * mask[:, None, None]
         weights = weights.tril() if is_causal else weights
         ours = hea.attention(method, query, key, value, attention_mask=mask, is_causal=is_causal, scale=scale, **given)
-        expected = weights @ value / weights.sum(-1, keepdim=True)
-        close(ours.transpose(1, 2)[mask], expected.transpose(1, 2)[mask])
+        close(ours.transpose(1, 2)[mask], (weights @ value / weights.sum(-1, keepdim=True)).transpose(1, 2)[mask])

@@ -32,11 +32,10 @@ def half_products(monkeypatch):
     monkeypatch.setattr(devices, "_CPU_HAS_BFLOAT16", True)
 
 
-OF_CAUSAL_FORMS = ("future", "length", "last_queries", "state")
 MATRIX = [
     pytest.param(name, i, c, id=f"{name}-{i}{'-causal' if c else ''}")
     for (name, promise), (i, c) in product(PROMISES.items(), EVERY)
-    if name != "seeds" and promise.applies(i) and (c or name not in OF_CAUSAL_FORMS)
+    if name != "seeds" and promise.applies(i) and (c or name not in ("future", "length", "last_queries", "state"))
 ]
 ATTACKS = []
 for number, (promise, how) in enumerate(PROMISES.items()):
@@ -110,8 +109,7 @@ def test_gradients_of_learned_parameters(instance, is_causal):
     learned = {name: x.double().requires_grad_() for name, x in parameters_of(config, tensors[2]).items()}
 
     def output(form, *values):
-        parameters = dict(zip(learned, values, strict=True))
-        out = form(config, *tensors, attention_mask=mask, parameters=parameters, **options)
+        out = form(config, *tensors, attention_mask=mask, parameters=dict(zip(learned, values, strict=True)), **options)
         return out.masked_fill(~mask[:, None, :, None], 0.0)
 
     leaves = tuple(learned.values())
@@ -308,8 +306,7 @@ def test_a_correct_method_passes_and_a_broken_one_fails_with_a_sentence(name):
 
 def test_every_check_says_what_failed():
     """Users run the checks without pytest, which would show the values of a comparison."""
-    tree = ast.parse(Path(promises.__file__).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(Path(promises.__file__).read_text(encoding="utf-8"))):
         assert not isinstance(node, ast.Assert) or node.msg is not None, node.lineno
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("assert_close", "assert_same"):
             assert len(node.args) == 3 + (ast.unparse(node.func) == "assert_close"), node.lineno

@@ -77,8 +77,7 @@ def on_device(call: BlockCall, dtype: torch.dtype) -> tuple[BlockCall, list[Tens
     leaves = [x.to(DEVICE, dtype).requires_grad_() for x in call[:3]]
     keys = BlockKeys(*(x.to(DEVICE) if isinstance(x, Tensor) else x for x in call.keys))
     if keys.log_weight is not None:
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
-        leaves.append(keys.log_weight.to(kind).requires_grad_())
+        leaves.append(keys.log_weight.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_())
         keys = keys._replace(log_weight=leaves[3])
     return BlockCall(*leaves[:3], keys, SCALE, 0.0), leaves
 

@@ -43,8 +43,7 @@ def test_each_key_is_in_one_cluster_of_its_chunk():
     query, key, _ = tensors(300)
     levels = levels_of(300, split_columns(8, 1.0))
     assert [level.chunk for level in levels] == [4, 16, 64, 256]
-    found = members_of(cluster_index(query, key, levels), 300, levels)
-    for (chunk, leaf), index in zip(levels, found, strict=True):
+    for (chunk, leaf), index in zip(levels, members_of(cluster_index(query, key, levels), 300, levels), strict=True):
         of_chunk = index.view(4, -1, chunk)
         assert index.shape[2] == leaf
         assert torch.equal(of_chunk.sort()[0].flatten(1), torch.arange(of_chunk[0].numel()).expand(4, -1))
@@ -57,8 +56,7 @@ def test_the_output_depends_neither_on_later_tokens_nor_on_the_length(columns):
     given = [x[:2] for x in tensors(22 * block)]
     whole = causal(*given, columns)
     close(whole[:, : 2 * block], exact(*given)[:, : 2 * block])
-    cuts = {n * block + off for n in (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 20, 21) for off in (-1, 0, 1)}
-    for cut in sorted(cuts):
+    for cut in sorted({n * block + off for n in (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 18, 20, 21) for off in (-1, 0, 1)}):
         close(causal(*(x[:, :cut] for x in given), columns), whole[:, :cut], 1e-9)
         later = [torch.cat((x[:, :cut], 9.0 * numbers(2, x.shape[1] - cut, x.shape[2], seed=cut)), 1) for x in given]
         close(causal(*later, columns)[:, :cut], whole[:, :cut], 1e-9)
@@ -68,8 +66,7 @@ def test_later_tokens_of_any_size_change_nothing():
     """In float32, whose range the fourth powers of numbers exceed."""
     given = [x.float() for x in tensors(420)]
     expected = causal(*given, 32)[:, :300]
-    later = [torch.cat((x[:, :300], 1e18 * x[:, 300:]), 1) for x in given]
-    close(causal(*later, 32)[:, :300], expected, 1e-5)
+    close(causal(*[torch.cat((x[:, :300], 1e18 * x[:, 300:]), 1) for x in given], 32)[:, :300], expected, 1e-5)
 
 
 @pytest.mark.parametrize("first", [1, 7, 8, 9, 30, 39, 40, 41, 72, 150, 199])
@@ -113,8 +110,7 @@ def test_gradients_are_finite_where_nothing_but_a_chosen_cluster_counts(dtype, f
     """Without it the weights of landmarks are far below the smallest normal number."""
     leaves = [(factor * numbers(4, 700, 32, seed=i)).to(dtype).requires_grad_() for i in range(3)]
     out = causal(*leaves, 64, scale=32**-0.5)
-    gradients = torch.autograd.grad(out.float().sum(), leaves)
-    assert all(x.isfinite().all() for x in (out, *gradients))
+    assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.float().sum(), leaves)))
 
 
 @pytest.mark.parametrize("dim", [64, 80])

@@ -131,8 +131,7 @@ def test_candidates_are_spread_over_the_valid_keys():
 
 def test_a_draw_apart_does_not_repeat_a_cluster():
     """A hundred far clusters, and 64 points at once: the next draw sees which clusters are left."""
-    centers = 6.0 * numbers(1, 100, 5).float()
-    points = centers.repeat(1, 10, 1) + 0.01 * numbers(1, 1000, 5, seed=1).float()
+    points = (6.0 * numbers(1, 100, 5).float()).repeat(1, 10, 1) + 0.01 * numbers(1, 1000, 5, seed=1).float()
     gumbel = gumbel_numbers(256, 1000, Draws(0, CPU), points.dtype)
     chosen = draw_apart(points, torch.zeros(points.shape[:2]), gumbel, 256)
     assert (chosen[0] % 100).unique().numel() == 100

@@ -29,8 +29,7 @@ def make(q_len, kv_len, dim, value_dim, dtype=torch.float32, masked=False, *, na
     if name == "elu":
         query[:, ::7] -= 60.0  # features of whole queries would underflow
     if name == "favor":
-        draws = Draws(3, torch.device(DEVICE))
-        features = maps.favor(how.pop("count", 70), how.pop("scale", 0.25), dim, draws).fused
+        features = maps.favor(how.pop("count", 70), how.pop("scale", 0.25), dim, Draws(3, torch.device(DEVICE))).fused
     else:
         features = FusedFeatures(name, dim, how.pop("factor", 1.0), *[lambda x: x] * 2)
     mask = None
@@ -76,8 +75,7 @@ def check(call, tolerance):
     assert torch.equal(found[-1], expected[-1])
     names = ("out", *(["lse"] * (not is_random)), "query", "key", "value")
     for x, y, name in zip(found, expected, names, strict=False):
-        size = y.abs().amax().clamp(min=1.0)
-        assert ((x.double() - y).abs().amax() / size).item() < tolerance, name
+        assert ((x.double() - y).abs().amax() / y.abs().amax().clamp(min=1.0)).item() < tolerance, name
 
 
 FORMS = [{}, {"masked": True, "factor": 1.7}, {"causal": True}, {"causal": True, "masked": True, "factor": 0.6}]

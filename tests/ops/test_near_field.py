@@ -125,8 +125,7 @@ def test_densities_give_the_column_norms_of_the_residual(near_field, mask):
     (query, key, _), near, _ = plan(near_field, mask=mask)
     expected = residual(query, key, near, mask)
     expected = expected if mask is None else expected.masked_fill(~mask[:, :, None], 0.0)
-    ours = density_norms(query, key, mask, near, sampling(scores=exact_norms))
-    close(ours[:, 0], expected.square().sum(1))
+    close(density_norms(query, key, mask, near, sampling(scores=exact_norms))[:, 0], expected.square().sum(1))
 
 
 def test_each_block_has_its_own_sample_unless_all_share_one():
@@ -160,8 +159,7 @@ def test_sampling_scores_are_those_of_the_paper():
     many = numbers(4, 1153, 5)
     largest = torch.linalg.matrix_norm(many[:, 1::3].mT @ many[:, 1::3]) * (1153 / 384)
     close(sampled_norm_squared(many, None)[:, 0], largest)
-    ours = scores("probe")[:, 0].gather(1, inverse(near.key_order))
-    close(ours, norms[:, 0] + gamma[:, None] * squares, 1e-5)
+    close(scores("probe")[:, 0].gather(1, inverse(near.key_order)), norms[:, 0] + gamma[:, None] * squares, 1e-5)
 
 
 @pytest.mark.parametrize("independent", [False, True])
@@ -207,8 +205,7 @@ def test_a_causal_far_field_is_unbiased(scores):
     for seed in range(draws):
         _, plans = causal_plan(50, scores, seed=seed)
         total = total + dense_causal_log_weights(plans, 50, 8, 8, torch.zeros(4)).exp()
-    mean = (total / draws)[:, 8:].sum(-1).mean(0)
-    close(mean, torch.arange(9, 51).double(), 0.08)
+    close((total / draws)[:, 8:].sum(-1).mean(0), torch.arange(9, 51).double(), 0.08)
 
 
 @pytest.mark.parametrize("num_hashes", [0, 3])
@@ -262,8 +259,7 @@ def test_the_choice_is_that_of_dense_matrices(q_len, masked):
     left = [((weights * ~p).sum(2).square() * valid).sum(1) for p in pairs]
     take_lsh = left[1] < 0.99 * left[0]
     assert 0 < take_lsh.sum() < 16
-    expected = torch.where(take_lsh[:, None, None], pairs[1], pairs[0])
-    assert torch.equal(held_pairs(chosen, q_len, 30), expected)
+    assert torch.equal(held_pairs(chosen, q_len, 30), torch.where(take_lsh[:, None, None], pairs[1], pairs[0]))
 
 
 def test_equal_near_fields_are_no_matter_of_rounding():

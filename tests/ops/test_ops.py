@@ -34,8 +34,7 @@ CPU = torch.device("cpu")
 def test_merge_of_any_split_is_the_whole(sizes, seed, size):
     query, key, value = numbers(2, 5, 3, seed=seed) * size, numbers(2, sum(sizes), 3, seed=1), numbers(2, sum(sizes), 4)
     pairs = zip(key.split(sizes, 1), value.split(sizes, 1), strict=True)
-    parts = [attend_naive(query, k, v, scale=1.0) for k, v in pairs]
-    close(merge(*parts), attend_naive(query, key, value, scale=1.0))
+    close(merge(*[attend_naive(query, k, v, scale=1.0) for k, v in pairs]), attend_naive(query, key, value, scale=1.0))
 
 
 def test_merge_of_empty_parts_in_any_order_with_gradients():
@@ -53,8 +52,7 @@ def test_merge_of_empty_parts_in_any_order_with_gradients():
     ):
         close(merged, expected)
     assert not expected.out[0, 0].any() and expected.lse[0, 0] == -torch.inf
-    grads = torch.autograd.grad(expected.out.sum() + expected.lse[1].sum(), leaves)
-    assert all(x.isfinite().all() for x in grads)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(expected.out.sum() + expected.lse[1].sum(), leaves))
     assert merge(parts[0]) is parts[0] and torch.equal(merge(empty, empty).lse, empty.lse)
     half = Partial(torch.ones(1, 2, 2, dtype=torch.float16), torch.zeros(1, 2))
     merged = merge(half, half)
@@ -94,8 +92,7 @@ def test_the_hash_is_angular():
     """Two vectors fall on different sides of a plane with probability angle / pi."""
     planes = hyperplanes(2, 20000, Draws(0, CPU))
     for angle in (0.1, 1.0, 2.5):
-        x = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]], dtype=torch.float64)
-        sides = x @ planes > 0
+        sides = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]], dtype=torch.float64) @ planes > 0
         assert (sides[0] != sides[1]).double().mean().item() == pytest.approx(angle / math.pi, abs=0.015)
 
 
@@ -184,8 +181,7 @@ def test_uniform_and_normal_have_their_distributions():
         assert flat.min() > 0 and flat.max() < 1
         assert scipy.stats.kstest(flat.numpy(), "uniform").pvalue > 1e-3
         assert scipy.stats.kstest(Draws(seed, CPU).normal((20000,), stream).numpy(), "norm").pvalue > 1e-3
-        pairs = torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1]
-        assert pairs.abs() < 0.03
+        assert torch.corrcoef(torch.stack((flat[:-1], flat[1:])))[0, 1].abs() < 0.03
     # Of 20,000 numbers, 0.05 pairs are expected to be equal with 32 bits, and 12 pairs with 24 bits.
     steps = Draws(0, CPU).uniform((20000,), 0) * 2.0**32 - 0.5
     assert torch.equal(steps, steps.round()) and steps.unique().numel() >= 20000 - 2
@@ -219,8 +215,7 @@ def test_features_are_orthogonal_and_each_is_normal():
     many = torch.cat([orthogonal_features(Draws(seed, CPU), head_dim, head_dim) for seed in range(200)])
     assert scipy.stats.kstest(many[:, 3].numpy(), "norm").pvalue > 1e-3
     assert scipy.stats.kstest(many.square().sum(1).numpy(), scipy.stats.chi2(head_dim).cdf).pvalue > 1e-3
-    directions = many / many.norm(dim=1, keepdim=True)
-    assert directions.mean(0).abs().max() < 0.02
+    assert (many / many.norm(dim=1, keepdim=True)).mean(0).abs().max() < 0.02
 
 
 def features(name: str):

@@ -83,8 +83,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name, stages, step, here, tm
     for later in range(step + 1, 7):
         shutil.rmtree(two / f"checkpoint-{later}")
     again = [*given, "--resume_from_checkpoint", "True"]
-    resumed = train(name, here, two, *again)
-    assert (report["resumed_at"], resumed["resumed_at"]) == ([], [step])
+    assert (report["resumed_at"], train(name, here, two, *again)["resumed_at"]) == ([], [step])
     assert f"resumed from {two / f'checkpoint-{step}'}" in capsys.readouterr().err
     assert losses(two) == losses(one) and same_weights(one, two)
     if stages[0] == "--stages":

@@ -122,8 +122,7 @@ def test_extra_memory_is_what_a_method_allocates():
     case = CASE._replace(length=1024, head_dim=64)
     small = memory.extra_memory(hea.LinearConfig(), case)
     # At least the features of 1024 queries, 1024 x 4096 numbers, and three inputs of 1024 x 64.
-    large = memory.extra_memory(hea.PerformerConfig(num_features=4096), case)
-    assert 0 < small < 10 < 4096 / (3 * 64) < large
+    assert 0 < small < 10 < 4096 / (3 * 64) < memory.extra_memory(hea.PerformerConfig(num_features=4096), case)
 
 
 def test_times_of_auto_relative_to_exact_attention(measured, capsys):
@@ -364,8 +363,7 @@ def test_every_method_runs_on_the_branches_of_a_gpu(method, causal, backward, dt
     assert row["gigabytes"] * 1e9 >= 4 * 16 * 3000 * 64 * (4 if dtype == "float32" else 2)
     # Such a call can be captured in a CUDA graph.
     assert causal or method == "approx_kmv" or row["syncs"] == 0
-    host = H100.call + row["launches"] * H100.op
-    assert row["ms"] > 0 and (row["bound"] != "host" or row["ms"] > 900 * host)
+    assert row["ms"] > 0 and (row["bound"] != "host" or row["ms"] > 900 * (H100.call + row["launches"] * H100.op))
 
 
 def test_exact_attention_takes_the_time_that_was_measured():

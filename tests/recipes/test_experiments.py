@@ -122,7 +122,6 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path, capsys
 
 
 FINETUNING = FinetuningOptions(steps=4, learning_rate=1e-4, attention_learning_rate=1e-3)
-LINEAR = make_config("linear", feature_map="hedgehog", num_features=16)
 
 
 def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
@@ -135,7 +134,8 @@ def test_a_method_is_measured_before_and_after(monkeypatch, capsys):
 
     batches = [tiny_batch("bert", seed=seed) for seed in (2, 3, 4)]
     task = distilled.Task("error", lambda: tiny_model("bert"), lambda: batches, evaluate)
-    figures = distilled.distilled_figures(task, make_config(LINEAR, window_size=8), 20, FINETUNING)
+    config = make_config("linear", feature_map="hedgehog", num_features=16, window_size=8)
+    figures = distilled.distilled_figures(task, config, 20, FINETUNING)
     assert list(figures) == ["switched", "distilled", "fine-tuned"]
     assert figures["distilled"] < figures["switched"] and figures["fine-tuned"] != figures["distilled"]
     monkeypatch.setitem(distilled.TASKS, "states", lambda data, count: task)

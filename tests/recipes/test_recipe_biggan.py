@@ -101,13 +101,11 @@ def test_swaps_are_applied_and_undone(generator, made):
     assert torch.equal(next(pictures(apply_swap(generator, exact), draw, 6)), first)
     # It is loaded without spectral norm, which changes nothing.
     assert not generator.config.spectral_norm and not generator.training
-    kept = BigGANModel.from_pretrained(made / "gan").eval()
-    assert torch.allclose(next(pictures(kept, draw, 6)), first, atol=1e-5)
+    assert torch.allclose(next(pictures(BigGANModel.from_pretrained(made / "gan").eval(), draw, 6)), first, atol=1e-5)
 
 
 def test_swaps_have_budgets_below_the_number_of_keys_without_repetition():
-    swaps = swaps_of(["kdeformer", "linear"], [], [16, 32, 64, 128], 64)
-    assert [(swap.name, swap.budget) for swap in swaps] == [
+    assert [(swap.name, swap.budget) for swap in swaps_of(["kdeformer", "linear"], [], [16, 32, 64, 128], 64)] == [
         ("exact", None), ("kdeformer", 16), ("kdeformer", 32), ("linear", None),
     ]  # fmt: skip
     assert {swap.name for swap in swaps_of([], [], [32], 64)} > {"kdeformer", "performer", "reformer", "eva"}

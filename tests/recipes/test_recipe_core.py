@@ -163,8 +163,7 @@ def test_only_missing_packages_lose_their_traceback(monkeypatch):
     by_transformers.__cause__ = theirs
     for raised in (theirs, by_transformers):
         refuses("2", recipes.name_the_extra, type(raised), raised, None, error=SystemExit)
-    ours = ModuleNotFoundError("x", name="recipes.typing_mistake")
-    others = [ours, ImportError("x", name="PIL"), ValueError("x")]
+    others = [ModuleNotFoundError("x", name="recipes.typing_mistake"), ImportError("x", name="PIL"), ValueError("x")]
     for raised in others:
         recipes.name_the_extra(type(raised), raised, None)
     assert reported == others

@@ -22,7 +22,6 @@ from tiny_recipes import lay_out, packed, painted, refuses, train
 
 datasets, Image = pytest.importorskip("datasets"), pytest.importorskip("PIL.Image")
 PLAIN = Norm((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), 3)
-DOT = packed(Image.new("RGB", (8, 8), (255, 0, 0)))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def colors(here) -> str:
 
 
 def dots(target, names: str) -> str:
-    return lay_out(target, dict.fromkeys(names.split(), DOT))
+    return lay_out(target, dict.fromkeys(names.split(), packed(Image.new("RGB", (8, 8), (255, 0, 0)))))
 
 
 NUMBERED = {"": "n01440764 n02012849"}

@@ -124,8 +124,7 @@ def test_reviews_as_bytes(here, tmp_path):
 def test_pictures_as_grey_pixels(tmp_path):
     """The splits are chosen as in test_recipe_imagenet.py."""
     source = write_lra("image", tmp_path / "image")
-    found = data_of.load_image(source, reading(16))
-    for rows in found.values():
+    for rows in data_of.load_image(source, reading(16)).values():
         assert len(rows) == 20 and rows["length"][:].tolist() == [16] * 20
         for row in rows:
             assert set(row["input_ids"]) <= {20 * row["labels"] + 2, 20 * row["labels"] + 3}

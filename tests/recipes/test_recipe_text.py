@@ -124,8 +124,7 @@ def test_masks_depend_on_seed_epoch_and_window_only():
     assert not torch.equal(first["labels"], masked_rows(seed=1)[0]([rows[0], rows[3]])["labels"])
     # Also in a worker that lives longer than an epoch.
     loader = torch.utils.data.DataLoader(list(rows), 9, collate_fn=collator, num_workers=1, persistent_workers=True)
-    labels = [next(iter(loader))["labels"] for epoch in (1, 2) if collator.epoch.fill_(epoch)]
-    assert not torch.equal(*labels)
+    assert not torch.equal(*[next(iter(loader))["labels"] for epoch in (1, 2) if collator.epoch.fill_(epoch)])
     # The share of masked tokens.
     collator, rows = masked_rows(probability=0.3)
     batch = collator(list(rows))

@@ -27,8 +27,7 @@ def test_tables_of_the_pages_follow_from_the_figures():
         assert committed == text, f"{path.name} differs from docs/figures.json: python -m recipes.results --write"
     shown = {name for text in pages.values() for name in re.findall(r"^<!-- (?:figures|table): (\S+) -->$", text, re.M)}
     assert shown == set(SPECS), "every table is on a page"
-    commands = {command for name in shown for command in FIGURES.get(name, {"commands": ()})["commands"]}
-    assert len(commands) > 40
+    assert len({command for name in shown for command in FIGURES.get(name, {"commands": ()})["commands"]}) > 40
 
 
 def test_the_file_has_the_tables_of_the_recipe():

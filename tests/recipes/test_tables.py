@@ -218,8 +218,7 @@ HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
 def test_summaries_do_not_grow_with_the_length(length):
     names = ("linear", "performer", "linformer", "nystromformer", "longformer")
     configs = {name: hea.method_info(name).config_class() for name in names}
-    sent = {name: sequence_parallel.traffic(x, length, HOW).forward.total() for name, x in configs.items()}
-    assert sent == {
+    assert {name: sequence_parallel.traffic(x, length, HOW).forward.total() for name, x in configs.items()} == {
         "linear": 16 * (64 * (64 + 8) + 1) * 4,
         "performer": 16 * (256 * (64 + 8) + 1) * 4,
         "linformer": 16 * 256 * (64 + 64) * 4,

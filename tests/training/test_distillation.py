@@ -303,13 +303,12 @@ def test_an_error_or_interruption_in_the_second_stage_keeps_the_last_state(rank,
 def test_the_second_stage_is_without_dropout_and_has_the_draws_of_the_teacher(rank):
     models, options = [tiny_model("bert"), tiny_model("bert").train()], FinetuningOptions(steps=2, lora_rank=rank)
     for model in models:
-        both = DistillationOptions(finetuning=options)
-        hea.distill(model, "linear", batches(), steps=2, options=both, **HEDGEHOG)
+        hea.distill(model, "linear", batches(), steps=2, options=DistillationOptions(finetuning=options), **HEDGEHOG)
     close(values(models[1]), values(models[0]), 0)
     assert [model.embeddings.dropout.training for model in models] == [False, True]
     kind, config, inputs = case("ViTMAE")  # draws its mask in eval mode, too
     model = kind(config)
-    losses = Finetuning(model, make_teacher(model, options), options).measure(inputs)
+    losses = Finetuning(model, make_teacher(model, options, inputs), options).measure(inputs)
     assert max(one.loss for one in losses) < 1e-9
 
 

@@ -376,8 +376,7 @@ def train(given=None, options=None, data=None):
     """A training whose second stage is distilled, which must not begin."""
     model = classifier()
     model.register_forward_pre_hook(lambda *_: pytest.fail("a step was taken"))
-    callback = hea.UptrainingCallback(DISTILLED, given, options)
-    trainer_of("nowhere", None, model, callbacks=[callback], data=data).train()
+    trainer_of("nowhere", None, model, callbacks=[hea.UptrainingCallback(DISTILLED, given, options)], data=data).train()
 
 
 FIXED = [("linformer", 2, LINFORMER), ("flurka_performer", None, {"num_features": 8, "distill": 5})]
@@ -471,8 +470,7 @@ def test_switch_from_any_method_and_back(method, monkeypatch):
     assert is_in_stage(model, first) and not is_in_stage(model, stage("sdpa"))
     shake(model)
     before = forward(model, batch).last_hidden_state
-    teacher = teacher_of(model, monkeypatch)
-    with capture_attention(model, lambda call: None, teacher):
+    with capture_attention(model, lambda call: None, teacher_of(model, monkeypatch)):
         after = forward(model, batch).last_hidden_state
     valid = batch["attention_mask"].bool()
     close(after[valid], before[valid], 1e-4)
@@ -606,8 +604,7 @@ def test_a_training_set_that_can_only_be_iterated_needs_other_batches(tmp_path):
     stages = [("sdpa", 1), ("linear", None, {**HEDGEHOG, "distill": 2})]
     trainer = trainer_of(tmp_path, stages, data=Stream())
     refuses(r"\(Stream\) can only be iterated.*distillation_batches=", trainer.train)
-    callback = hea.UptrainingCallback(stages, batches())
-    trainer = trainer_of(tmp_path, None, callbacks=[callback], steps=2, data=Stream())
+    trainer = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], steps=2, data=Stream())
     trainer.train()
     assert distilled(trainer) == [(1, "linear", 2)]
 

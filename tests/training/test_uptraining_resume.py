@@ -231,8 +231,7 @@ def test_two_processes(name, kill, tmp_path):
     # With the same global batch.
     case = case._replace(options={**(case.options or {}), "per_device_train_batch_size": 2, "ddp_backend": "gloo"})
     twice = processes.run(2, tmp_path, train, tmp_path / "two", case)
-    resumed = processes.run(2, tmp_path, train, tmp_path / "again", case, [kill])
-    for two, again in zip(twice, resumed, strict=True):
+    for two, again in zip(twice, processes.run(2, tmp_path, train, tmp_path / "again", case, [kill]), strict=True):
         assert two[0] == attention == case.attention and len(again[0]) == 6 and again[1:] == two[1:]
         # Processes distill on different batches.
         for key in ("loss", "grad_norm", "learning_rate") if name != "distilled" else ():
@@ -251,6 +250,5 @@ def test_fsdp2_on_two_processes(tmp_path):
     two = processes.run(2, tmp_path, train, tmp_path / "two", case)[0]
     assert two[0] == one[0] and switches(two[1]) == switches(one[1])
     torch.testing.assert_close(logged(two[1], "loss"), logged(one[1], "loss"), rtol=0, atol=1e-4)
-    resume = str(tmp_path / "two" / "checkpoint-4")
-    again = processes.run(2, tmp_path, train, tmp_path / "two", case, (), resume)[0]
+    again = processes.run(2, tmp_path, train, tmp_path / "two", case, (), str(tmp_path / "two" / "checkpoint-4"))[0]
     assert again[0] == two[0][4:] and again[1] == two[1]
