@@ -291,7 +291,8 @@ def run_model(task: str, model: PreTrainedModel, inputs: Inputs) -> tuple[Any, T
 
     The hidden states are those of the model without its head, all that embeddings need. Each run has the same draws.
     """
-    states, body = list[Tensor | None](), without_head(model)
+    states: list[Tensor | None] = []
+    body = without_head(model)
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
         states.append(getattr(output, "last_hidden_state", getattr(output, "logits", None)))

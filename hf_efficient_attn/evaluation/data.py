@@ -183,8 +183,8 @@ class ModelData:
         with refusing(what, UnsupportedAttentionError):
             self.native_tokens = summarize_attention(model, _black(model, image)).max_kv_len
         # Pixels per token where there are most tokens. In the stages of a T2T-ViT they are fewer than those of a patch.
-        grid, most = image // patch, self.native_tokens
-        side = grid if grid**2 <= most < 2 * grid**2 else math.isqrt(most)
+        grid = image // patch
+        side = grid if grid**2 <= self.native_tokens < 2 * grid**2 else math.isqrt(self.native_tokens)
         self.step = patch if side == grid else image // side
         self.extra_tokens = self.native_tokens - side**2  # class tokens and the like
         self.resizing = resizing_of(model, image + patch)

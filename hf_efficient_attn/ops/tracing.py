@@ -224,7 +224,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        part, tensors = ctx.part, ctx.saved_tensors
+        part = ctx.part
+        tensors = ctx.saved_tensors
         if part.is_gradient:
             _refuse_twice(part.name)
         found = iter(_apply(_gradient_of(part), *grads, *tensors))
@@ -244,7 +245,8 @@ class _Call(torch.autograd.Function):
                 f"{part.name}: torch.func.vmap of attention with dropout is not computed: call model.eval(), or set "
                 "the probability of attention dropout to 0"
             )
-        size, dims = info.batch_size, in_dims[1:]
+        size = info.batch_size
+        dims = in_dims[1:]
         if part.by_rows:
             rows = [
                 (x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)

@@ -64,7 +64,7 @@ def test_encoder_alone_is_switched_and_comes_back_from_disk(family, method, tmp_
         assert torch.equal(logits(model, inputs), found)
     hea.convert(model, "sdpa")
     torch.testing.assert_close(logits(model, inputs), exact, rtol=1e-5, atol=1e-5)
-    hea.convert(model.get_encoder(), method, **SMALL[method])  # whose config is also that of the decoder
+    hea.convert(model.get_encoder(), method, **SMALL[method])  # the decoder has the same config
     refuses(rf"was not switched to {method}.*layers=\[", logits, model, inputs)
 
 
