@@ -86,7 +86,7 @@ def attention(
             some methods only (`MethodConfig.adds_distance_bias`).
         heads: the number of the first of the H heads and the number of all heads, if the layer has more than these H,
             because other processes hold the rest. A head's output is the same as in one call with all heads, unless
-            `auto` chooses exact heads by `max_error`. `parameters` belong to the H heads (`parameters_of_slice`).
+            the method decides by errors of all heads. `parameters` belong to the H heads (`parameters_of_slice`).
         sinks: (H,), attention sinks, as GPT-OSS has them: the score of one more key of each head, whose value is 0. For
             some methods only (`MethodConfig.knows_lse`).
         **hyperparameters: values that replace values of the config. Learned parameters can be given here as well, as
