@@ -308,7 +308,10 @@ def test_a_mask_of_keys_that_a_model_adds_to_the_scores():
     model = transformers.LayoutLMModel(transformers.LayoutLMConfig(**tiny_config("bert").to_diff_dict())).eval()
     batch, valid = tiny_batch("bert", padding="left"), tiny_batch("bert", padding="left")["attention_mask"].bool()
     expected = output(model, batch)[valid]
-    close(output(hea.convert(model, "nearfar"), batch)[valid], expected, 1e-5)
+    if model._supports_sdpa:
+        close(output(hea.convert(model, "nearfar"), batch)[valid], expected, 1e-5)
+    else:  # in Transformers 5.12
+        refuses("possibly only a mask makes it causal", hea.convert, model, "nearfar")
     refuses("no mask of keys", read_mask, "a method", torch.full((1, 1, 1, 9), -1.0))
 
 
