@@ -18,7 +18,7 @@ from hf_efficient_attn.ops.backends.launches import Launch, Tile
 _KERNELS = ("direction_sums", "direction_output", "direction_gradient")
 _TILES = {
     ("bf16", 64): (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
-    ("bf16", 128): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
+    ("bf16", 128): (Tile(64, 32, 8, 2), Tile(128, 32, 8, 2), Tile(32, 32, 8, 1)),
     ("tf32", 64): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 16, 8, 1)),
     ("tf32x3", 64): (Tile(32, 32, 8, 1), Tile(64, 32, 8, 2), Tile(32, 32, 8, 1)),
 }

@@ -239,7 +239,7 @@ def cluster_attention(
             score = tl.where(chosen, float("-inf"), score)
             row_max, total, sums = _add_scores(score, values, row_max, total, sums, PRECISION)
             left = tl.max(chosen.to(tl.int32), 0)  # (BLOCK_C,), whether some query has chosen a cluster
-            for _ in range(tl.sum(left, 0)):
+            while tl.max(left, 0) > 0:  # `range(tl.sum(left, 0))` fails in Triton 3.7 on Blackwell
                 cluster = tl.min(tl.where(left > 0, column, high), 0)
                 is_own = column == cluster
                 left = tl.where(is_own, 0, left)
