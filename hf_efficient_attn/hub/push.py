@@ -1,6 +1,7 @@
 """Uploading a converted checkpoint to the Hugging Face Hub, in one commit."""
 
 import pathlib
+import re
 import shlex
 from collections.abc import Mapping
 from typing import NamedTuple, cast
@@ -14,12 +15,14 @@ from hf_efficient_attn.checkpoint.source import FILE, INSTALL, PICKLES, THIS_VER
 from hf_efficient_attn.errors import UnsupportedAttentionError, clean
 from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, for_repository, update_card
 from hf_efficient_attn.io.json import encode_json, read_json_object
+from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.io.writing import replacing
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~", ".swp")
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
+# What Transformers would load in place of the weights that are sent, or what remains of an earlier push.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _NO_INSTALL = (
     "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be another "
     f"one: give --install with a URL (https://... or git+https://...) or a version ({THIS_VERSION}); a push "
@@ -118,10 +121,10 @@ def push(
 ) -> PushReport:
     """Send a converted checkpoint to the hub in one commit; the repository is created if it does not exist.
 
-    The hub checks the card before anything is created. Weights of an earlier push that are not in the folder are
-    deleted from the repository, because Transformers would load an old model.safetensors instead of new shards. In the
-    card that is sent, the title and the examples name the repository. After an interruption, calling `push` again sends
-    the rest.
+    The hub checks the card before anything is created. A model.safetensors of an earlier push, its shards and their
+    index are deleted if the folder lacks them, because Transformers would load an old file instead of new shards. Other
+    weights stay. In the card that is sent, the title and the examples name the repository. After an interruption,
+    calling `push` again sends the rest.
 
     Args:
         folder: The folder of a checkpoint that `convert` wrote.
@@ -164,7 +167,7 @@ def push(
         about = api.model_info(repo_id)
         if private and not about.private:
             raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
-        old = [file.rfilename for file in about.siblings or () if file.rfilename.endswith(_WEIGHTS)]
+        old = [file.rfilename for file in about.siblings or () if _WEIGHTS.fullmatch(file.rfilename)]
         additions = [CommitOperationAdd(name, content) for name, content in sent.items()]
         commit = api.create_commit(
             repo_id,
