@@ -71,8 +71,7 @@ def test_the_card_says_how_to_give_larger_pictures(architecture, tmp_path):
 def test_every_method_has_a_card(method, tmp_path):
     text = card_of(tmp_path, config=config_json(method), benchmark=converted.benchmark(method))
     info = hea.method_info(method)
-    for expected in (info.title, info.paper, f'"{method}"'):
-        assert expected in text
+    assert all(expected in text for expected in (info.title, info.paper, f'"{method}"'))
     defaults = info.config_class().to_dict()
     changed = {key: value for key, value in SMALL[method].items() if value != defaults[key]}
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.M)
@@ -180,6 +179,7 @@ STATEMENTS = {
         ],
         ["import hf_efficient_attn\nfrom"],
     ),
+    "no pipeline": ({"config": config_json(architecture="BertForQuestionAnswering")}, [], ["pipeline("]),
     "an original on the hub": ({}, ["This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with"], []),
     "an original elsewhere": (
         {"origin": converted.origin(base_model=None, base_name="folder-of-mine"), "benchmark": converted.benchmark()},
