@@ -86,7 +86,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     facts = Facts(folder)
     if NAME not in sizes:
         raise UnsupportedAttentionError(f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card writes it")
-    text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
+    text = read_text(folder / NAME)
     problems = card_problems(text)
     if facts.benchmark is None or not facts.benchmark.get("complete", True):
         command = shlex.join(["hf-efficient-attn", "benchmark", str(folder), "--card"])

@@ -30,7 +30,7 @@ def read_text(path: pathlib.Path) -> str:
         with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
             return file.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UnsupportedAttentionError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        raise UnsupportedAttentionError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnsupportedAttentionError(f"{path}: damaged gzip file ({error})") from None
 

@@ -267,11 +267,14 @@ def test_another_readme_is_kept_below_the_card(tmp_path):
     assert text == write_card(tmp_path).read_text()
 
 
-@pytest.mark.parametrize("damaged", ["---\na: [\n---\n", "---\n- a\n---\n", f"{START}\none\n", f"{END}\n{START}\n"])
+@pytest.mark.parametrize(
+    "damaged", ["---\na: [\n---\n", "---\n- a\n---\n", f"{START}\none\n", f"{END}\n{START}\n", "J\xfcrgen"]
+)
 def test_a_readme_that_cannot_be_kept_is_refused(damaged, tmp_path):
-    (tmp_path / "README.md").write_text(damaged)
-    refuses("once and in this order" if START in damaged else "front matter", card_of, tmp_path)
-    assert (tmp_path / "README.md").read_text() == damaged
+    (tmp_path / "README.md").write_text(damaged, encoding="latin-1")
+    reasons = {START: "once and in this order", "---": "front matter", "": "not UTF-8 text"}
+    refuses(next(reason for part, reason in reasons.items() if part in damaged), card_of, tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="latin-1") == damaged
 
 
 def test_a_card_needs_a_method_or_a_source(tmp_path):
@@ -451,11 +454,11 @@ def test_a_second_push_updates_files_and_removes_old_weights(folder, online, cap
     repository = online.repositories[REPOSITORY]
     assert not repository.private and {"1_Pooling/README.md", "README.md"} < set(repository.files)
     assert repository.files["notes.txt"] == (folder / "tokenizer.json").read_bytes()
+    others = dict.fromkeys(["lora/adapter_model.safetensors", "v1/model.safetensors", "model.fp16.safetensors"], b"")
+    repository.files |= others
     shard = "model-00001-of-00001.safetensors"
     (folder / "model.safetensors").rename(folder / shard)
     weights = dict.fromkeys(load_file(folder / shard), shard)
-    others = dict.fromkeys(["lora/adapter_model.safetensors", "v1/model.safetensors", "model.fp16.safetensors"], b"")
-    repository.files |= others
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     assert run_json(capsys, "push", folder, REPOSITORY, "--yes")["sent"] is True
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -537,6 +540,7 @@ DAMAGED = {
     "broken config": (lambda f: (f / "config.json").write_text('{"a": '), "config.json"),
     "no card": (lambda f: (f / "README.md").unlink(), "write_card"),
     "broken card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), "front matter"),
+    "other text": (lambda f: (f / "README.md").write_bytes(b"J\xfcrgen"), "not UTF-8 text (byte 1): save it as"),
     "pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin must not be published"),
     "pickle below": (
         lambda f: ((f / "optimizer").mkdir(), torch.save({}, f / "optimizer" / "state.pt")),
