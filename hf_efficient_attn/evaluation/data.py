@@ -33,9 +33,10 @@ _MASK_INTERVAL = 7
 _TEXTS, _PART = 64, 1 << 20
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
-_TOKENIZER_FILES = (
-    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
+# Vocabularies that Transformers also finds for tokenizers that do not name them; and any file of SentencePiece.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
+# Pillow's mode of pictures with this number of channels.
+_MODES = {1: "L", 3: "RGB"}
 
 
 class Inputs(NamedTuple):
@@ -144,11 +145,13 @@ class ModelData:
             self._open_text(folder, files, shorter)
 
     def _open_text(self, folder: pathlib.Path, files: Sequence[pathlib.Path], shorter: bool) -> None:
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise UnsupportedAttentionError(
-                f"{folder} contains no tokenizer, so that no text can be tokenized: add the tokenizer of the model"
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        what = f"{folder} contains no tokenizer that can be loaded: add the tokenizer of the model"
+        with refusing(what):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        names = tokenizer.vocab_files_names.values()  # ByT5 has none
+        known = (*_VOCABULARIES, *names)
+        if names and not any(path.name in known or path.suffix == ".model" for path in folder.iterdir()):
+            raise UnsupportedAttentionError(what)  # without files Transformers makes a tokenizer that knows no word
         # Of the documentation the longest topics first, so that an input contains few of them.
         topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
         texts = opened_texts(files) if files else iter(["\n\n".join(topics)])
@@ -190,6 +193,11 @@ class ModelData:
         self.resizing = resizing_of(model, image + patch)
         if not files:
             return
+        if self._channels not in _MODES:
+            raise UnsupportedAttentionError(
+                f"{kind} takes pictures of {self._channels} channels, and those of files have 1 or 3: leave the data "
+                "out for random pixels, or call hea.calibrate or hea.distill with batches of your own"
+            )
         if not (folder / "preprocessor_config.json").is_file():
             raise UnsupportedAttentionError(
                 f"{folder} contains no preprocessor_config.json, which describes how pictures are preprocessed: add "
@@ -261,10 +269,13 @@ class ModelData:
             generator = torch.Generator().manual_seed(indices.start)
             values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator, dtype=torch.float32)
         else:
-            pictures = [open_picture(*self.pictures[index]) for index in indices]
+            pictures = [open_picture(*self.pictures[index]).convert(_MODES[self._channels]) for index in indices]
             size = {"height": pixels, "width": pixels}
-            options = {"crop_size": size} if getattr(self.processor, "do_center_crop", False) else {}
-            values = self.processor(images=pictures, size=size, return_tensors="pt", **options)["pixel_values"]
+            options: dict[str, Any] = {"size": size, "do_resize": True, "do_convert_rgb": False}
+            if getattr(self.processor, "do_center_crop", False):
+                options["crop_size"] = size
+            with refusing("preprocessor_config.json does not fit the pictures of this model, so correct it"):
+                values = self.processor(images=pictures, return_tensors="pt", **options)["pixel_values"]
         resizing = (pixels != self.native and self.resizing) or {}
         return Inputs({"pixel_values": values.to(self.dtype), **resizing}, self.tokens_for(length), pixels)
 

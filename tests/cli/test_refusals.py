@@ -34,7 +34,10 @@ FILES = {
     "end.jsonl": b'{"text": "x"}\n{',
     "broken/broken.png": b"\x89PNG\r\n\x1a\n",
     "full/file.txt": b"",
+    "dots/1.ppm": b"P5 1 1 255 \0",
+    "bad/tokenizer.json": b"{}",
     "odd/preprocessor_config.json": b'{"size": "large"}',
+    "grey/preprocessor_config.json": b'{"image_processor_type": "ViTImageProcessor"}',
     "none_kept.json": b'{"calibrated": null}',
     "number.json": b'{"calibrated": 3}',
     "misspelt.json": b'{"method": "kdeformr"}',
@@ -80,12 +83,14 @@ def folder(tmp_path_factory):
         spoiled.encoder.layer[0].attention.self.value.bias.fill_(math.nan)
     models = {"bert": tiny_model("bert"), "half": tiny_model("bert").half(), "nan": spoiled,
               "gpt2": tiny_model("gpt2", head=True), "bart": tiny("bart"), "sound": tiny("whisper"),
+              "grey": tiny_model("vit", num_channels=1), "deep": tiny_model("vit", num_channels=4),
               "odd": tiny_model("vit"), "wide": tiny_model("vit", image_size=(32, 64)),
               "video": transformers.VideoMAEModel(transformers.VideoMAEConfig(**SIZES, **IMAGE))}  # fmt: skip
     for name, model in models.items():
         save(folder / name, model, "gpt2" if name == "gpt2" else "bert")
     save(folder / "vit", tiny_model("vit", head=True), "vit")
-    tiny_model("bert").save_pretrained(folder / "bare")
+    for name in ("bare", "bad"):
+        tiny_model("bert").save_pretrained(folder / name)
     return folder
 
 
