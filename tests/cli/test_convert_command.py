@@ -99,9 +99,11 @@ def test_every_tensor_keeps_its_dtype_and_none_is_lost(source, tmp_path):
         assert file.metadata() == {"format": "pt", "made": "by hand"}
     # Learned parameters have the dtype of the others.
     tiny_model("bert").bfloat16().save_pretrained(tmp_path / "half")
-    linformer(tmp_path / "half", tmp_path / "out", force=True)
-    assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
-    assert read(tmp_path / "out")["dtype"] == "bfloat16"
+    for dtype in ("bfloat16", "float32"):  # as which Transformers loads them
+        (tmp_path / "half" / "config.json").write_text(json.dumps({**read(tmp_path / "half"), "dtype": dtype}))
+        linformer(tmp_path / "half", tmp_path / "out", force=True)
+        assert {tensor.dtype for tensor in tensors(tmp_path / "out").values()} == {torch.bfloat16}
+        assert read(tmp_path / "out")["dtype"] == dtype
 
 
 @pytest.mark.parametrize("prefixed", [True, False], ids=["more", "fewer"])
