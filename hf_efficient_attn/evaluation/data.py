@@ -33,10 +33,6 @@ _MASK_INTERVAL = 7
 _TEXTS, _PART = 64, 1 << 20
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
-# Vocabularies that Transformers also finds for tokenizers that do not name them; and any file of SentencePiece.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
-# Pillow's mode of pictures with this number of channels.
-_MODES = {1: "L", 3: "RGB"}
 
 
 class Inputs(NamedTuple):
@@ -135,8 +131,6 @@ class ModelData:
         self.name = f"{files[0].name}{others}" if files else GENERATED if self.is_image else DOCUMENTATION
         self.is_real = bool(files) or not self.is_image
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
-        self.mask_token: int | None = None
-        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text
         self.processor: Any = None
         self.pictures: list[tuple[str, Callable[[], bytes]]] = []
         if self.is_image:
@@ -149,7 +143,7 @@ class ModelData:
         with refusing(what):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         names = tokenizer.vocab_files_names.values()  # ByT5 has none
-        known = (*_VOCABULARIES, *names)
+        known = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", *names)
         if names and not any(path.name in known or path.suffix == ".model" for path in folder.iterdir()):
             raise UnsupportedAttentionError(what)  # without files Transformers makes a tokenizer that knows no word
         # Of the documentation the longest topics first, so that an input contains few of them.
@@ -193,19 +187,12 @@ class ModelData:
         self.resizing = resizing_of(model, image + patch)
         if not files:
             return
-        if self._channels not in _MODES:
-            raise UnsupportedAttentionError(
-                f"{kind} takes pictures of {self._channels} channels, and those of files have 1 or 3: leave the data "
-                "out for random pixels, or call hea.calibrate or hea.distill with batches of your own"
-            )
-        if not (folder / "preprocessor_config.json").is_file():
-            raise UnsupportedAttentionError(
-                f"{folder} contains no preprocessor_config.json, which describes how pictures are preprocessed: add "
-                "it, or leave the data out for random pixels"
-            )
+        advice = "leave the data out for random pixels"
+        if self._channels not in (1, 3):
+            raise UnsupportedAttentionError(f"{kind} takes {self._channels} channels, files have 1 or 3: {advice}")
         if importlib.util.find_spec("PIL") is None:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow")
-        with refusing(f"the image processor in {folder} cannot be loaded"):  # some need torchvision
+        with refusing(f"{folder} has no preprocessor_config.json that can be loaded: add it, or {advice}"):
             self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         pictures = [picture for file in files for picture in pictures_of(file)]
         self.rows = min(self.rows, len(pictures))
@@ -269,13 +256,11 @@ class ModelData:
             generator = torch.Generator().manual_seed(indices.start)
             values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator, dtype=torch.float32)
         else:
-            pictures = [open_picture(*self.pictures[index]).convert(_MODES[self._channels]) for index in indices]
-            size = {"height": pixels, "width": pixels}
-            options: dict[str, Any] = {"size": size, "do_resize": True, "do_convert_rgb": False}
-            if getattr(self.processor, "do_center_crop", False):
-                options["crop_size"] = size
+            mode, size = "L" if self._channels == 1 else "RGB", {"height": pixels, "width": pixels}
+            pictures = [open_picture(*self.pictures[index]).convert(mode) for index in indices]
+            options = {"crop_size": size, "do_resize": True, "do_convert_rgb": False, "return_tensors": "pt"}
             with refusing("preprocessor_config.json does not fit the pictures of this model, so correct it"):
-                values = self.processor(images=pictures, return_tensors="pt", **options)["pixel_values"]
+                values = self.processor(images=pictures, size=size, **options)["pixel_values"]
         resizing = (pixels != self.native and self.resizing) or {}
         return Inputs({"pixel_values": values.to(self.dtype), **resizing}, self.tokens_for(length), pixels)
 

@@ -21,7 +21,6 @@ from hf_efficient_attn.io.writing import replacing
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~", ".swp")
-# What Transformers would load in place of the weights that are sent, or what remains of an earlier push.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _NO_INSTALL = (
     "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be another "
@@ -167,13 +166,10 @@ def push(
         about = api.model_info(repo_id)
         if private and not about.private:
             raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
-        old = [file.rfilename for file in about.siblings or () if _WEIGHTS.fullmatch(file.rfilename)]
+        old = {file.rfilename for file in about.siblings or () if _WEIGHTS.fullmatch(file.rfilename)} - sent.keys()
         additions = [CommitOperationAdd(name, content) for name, content in sent.items()]
-        commit = api.create_commit(
-            repo_id,
-            [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
-            commit_message=message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn",
-        )
+        title = message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn"
+        commit = api.create_commit(repo_id, [*additions, *map(CommitOperationDelete, sorted(old))], commit_message=title)
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
@@ -184,9 +180,7 @@ def push(
 def _publishable_files(folder: pathlib.Path) -> dict[str, int]:
     """{path: size} of all files in a folder and its subfolders; refuse the folder if one must not be published."""
     sizes = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() and not path.is_symlink():
-            continue
+    for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
         name, parts = path.name.lower(), path.relative_to(folder).parts
         is_hidden = any(part.startswith(".") and part != ".gitattributes" for part in parts)
         if is_hidden or name.endswith(_UNFINISHED) or name.endswith(PICKLES):

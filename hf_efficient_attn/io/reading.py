@@ -38,7 +38,7 @@ def read_text(path: pathlib.Path) -> str:
 def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read a file of JSON lines, as `read_text` does: the number of each line, from 1, and the object in it.
 
-    Empty lines are skipped, lone surrogates become question marks, and lines without a JSON object are refused with `UnsupportedAttentionError`.
+    Empty lines are skipped, lone surrogates become question marks, and lines without a JSON object are refused.
     """
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
