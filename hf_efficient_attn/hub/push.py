@@ -167,9 +167,9 @@ def push(
         if private and not about.private:
             raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
         old = {file.rfilename for file in about.siblings or () if _WEIGHTS.fullmatch(file.rfilename)} - sent.keys()
-        additions = [CommitOperationAdd(name, content) for name, content in sent.items()]
+        added = [CommitOperationAdd(name, content) for name, content in sent.items()]
         title = message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn"
-        commit = api.create_commit(repo_id, [*additions, *map(CommitOperationDelete, sorted(old))], commit_message=title)
+        commit = api.create_commit(repo_id, [*added, *map(CommitOperationDelete, sorted(old))], commit_message=title)
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error

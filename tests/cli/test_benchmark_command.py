@@ -478,8 +478,7 @@ def test_fewer_pictures_come_from_the_whole_folder(made, photographs, tmp_path):
     assert [pathlib.Path(name).name for name, _ in data.pictures] == [f"{number:02}.png" for number in range(0, 16, 2)]
 
 
-def test_grey_pictures_for_a_model_of_one_channel(photographs, tmp_path):
-    """Whatever `do_resize` says, they are resized."""
+def test_grey_pictures_and_a_processor_that_does_not_resize(photographs, tmp_path):
     source = save(tmp_path, tiny_model("vit", num_channels=1), "vit")
     transformers.ViTImageProcessorPil(image_mean=[0.5], image_std=[0.5], do_resize=False).save_pretrained(source)
     data = ModelData(open_model(source), source, photographs, longest=50, rows=1)
@@ -498,8 +497,7 @@ def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
         assert model(**found.values).last_hidden_state.shape[1] == found.tokens == length
 
 
-def test_tokens_that_are_bytes(text, tmp_path):
-    """ByT5's tokenizer has no vocabulary file."""
+def test_a_tokenizer_without_a_vocabulary_file(text, tmp_path):
     transformers.ByT5Tokenizer().save_pretrained(tmp_path)
     data = ModelData(tiny_model("bert"), tmp_path, text, longest=20, rows=1)
     assert data.inputs(20, 0, 1).values["input_ids"].tolist() == [[byte + 3 for byte in TEXT[:19].encode()] + [1]]
