@@ -26,6 +26,7 @@ from hf_efficient_attn.checkpoint.source import FILE, INDEX, PICKLED, SINGLE, TR
 from hf_efficient_attn.conversion.convert import convert, extend_positions, is_rotary, num_positions, requested_settings
 from hf_efficient_attn.errors import UnsupportedAttentionError, refusing, shown
 from hf_efficient_attn.hub.card import Facts, write_card
+from hf_efficient_attn.integration.configs import parts_of
 from hf_efficient_attn.integration.layers import Layer, in_order, ranges
 from hf_efficient_attn.integration.learned import NAME as LEARNED
 from hf_efficient_attn.integration.models import attention_modules
@@ -201,6 +202,11 @@ class Conversion:
         checked, config = self.checked, self.model.config
         config.architectures = list(checked.config.get("architectures") or [type(self.model).__name__])
         with quiet(), refusing("config.json of the result", OSError):
+            # Loading the model has put the dtype of its tensors there, which may not be that of the source's config.
+            declared = type(config).from_dict(dict(checked.config))
+            config.dtype = declared.dtype
+            for name, part in parts_of(config).items():
+                part.dtype = parts_of(declared)[name].dtype
             config.save_pretrained(draft)
         write_weights(draft, checked.weights, new, names)
         for companion in checked.companions:

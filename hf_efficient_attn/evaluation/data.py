@@ -33,9 +33,6 @@ _MASK_INTERVAL = 7
 _TEXTS, _PART = 64, 1 << 20
 # Tokens of a decoder beside an encoder: translations and summaries are short.
 _DECODER_TOKENS = 128
-_TOKENIZER_FILES = (
-    "tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -134,8 +131,6 @@ class ModelData:
         self.name = f"{files[0].name}{others}" if files else GENERATED if self.is_image else DOCUMENTATION
         self.is_real = bool(files) or not self.is_image
         self.special: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # before and after a text
-        self.mask_token: int | None = None
-        self.token_ids = torch.empty(0, dtype=torch.int64)  # of the text
         self.processor: Any = None
         self.pictures: list[tuple[str, Callable[[], bytes]]] = []
         if self.is_image:
@@ -144,11 +139,13 @@ class ModelData:
             self._open_text(folder, files, shorter)
 
     def _open_text(self, folder: pathlib.Path, files: Sequence[pathlib.Path], shorter: bool) -> None:
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise UnsupportedAttentionError(
-                f"{folder} contains no tokenizer, so that no text can be tokenized: add the tokenizer of the model"
-            )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        what = f"{folder} contains no tokenizer that can be loaded: add the tokenizer of the model"
+        with refusing(what):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        names = tokenizer.vocab_files_names.values()  # ByT5 has none
+        known = ("tokenizer.json", "tekken.json", "vocab.json", "vocab.txt", *names)
+        if names and not any(path.name in known or path.suffix == ".model" for path in folder.iterdir()):
+            raise UnsupportedAttentionError(what)  # without files Transformers makes a tokenizer that knows no word
         # Of the documentation the longest topics first, so that an input contains few of them.
         topics = sorted(pydoc_data.topics.topics.values(), key=lambda text: (-len(text), text))
         texts = opened_texts(files) if files else iter(["\n\n".join(topics)])
@@ -190,14 +187,12 @@ class ModelData:
         self.resizing = resizing_of(model, image + patch)
         if not files:
             return
-        if not (folder / "preprocessor_config.json").is_file():
-            raise UnsupportedAttentionError(
-                f"{folder} contains no preprocessor_config.json, which describes how pictures are preprocessed: add "
-                "it, or leave the data out for random pixels"
-            )
+        advice = "leave the data out for random pixels"
+        if self._channels not in (1, 3):
+            raise UnsupportedAttentionError(f"{kind} takes {self._channels} channels, files have 1 or 3: {advice}")
         if importlib.util.find_spec("PIL") is None:
             raise UnsupportedAttentionError("reading pictures needs Pillow: pip install pillow")
-        with refusing(f"the image processor in {folder} cannot be loaded"):  # some need torchvision
+        with refusing(f"{folder} has no preprocessor_config.json that can be loaded: add it, or {advice}"):
             self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         pictures = [picture for file in files for picture in pictures_of(file)]
         self.rows = min(self.rows, len(pictures))
@@ -261,10 +256,11 @@ class ModelData:
             generator = torch.Generator().manual_seed(indices.start)
             values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator, dtype=torch.float32)
         else:
-            pictures = [open_picture(*self.pictures[index]) for index in indices]
-            size = {"height": pixels, "width": pixels}
-            options = {"crop_size": size} if getattr(self.processor, "do_center_crop", False) else {}
-            values = self.processor(images=pictures, size=size, return_tensors="pt", **options)["pixel_values"]
+            mode, size = "L" if self._channels == 1 else "RGB", {"height": pixels, "width": pixels}
+            pictures = [open_picture(*self.pictures[index]).convert(mode) for index in indices]
+            options = {"crop_size": size, "do_resize": True, "do_convert_rgb": False, "return_tensors": "pt"}
+            with refusing("preprocessor_config.json does not fit the pictures of this model, so correct it"):
+                values = self.processor(images=pictures, size=size, **options)["pixel_values"]
         resizing = (pixels != self.native and self.resizing) or {}
         return Inputs({"pixel_values": values.to(self.dtype), **resizing}, self.tokens_for(length), pixels)
 

@@ -23,6 +23,7 @@ from hf_efficient_attn.errors import UnsupportedAttentionError, clean, refusing
 from hf_efficient_attn.integration.layers import ranges
 from hf_efficient_attn.integration.settings import EfficientAttentionConfig, Entry
 from hf_efficient_attn.io.json import read_json_object
+from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.io.writing import replacing
 from hf_efficient_attn.methods import MethodConfig, available_methods, method_info, parameter_shapes
 from hf_efficient_attn.models import auto_class, model_type
@@ -193,7 +194,7 @@ def make_card(folder: "str | pathlib.Path", name: str | None = None) -> str:
     """The text that `write_card` writes, which has its arguments and refusals."""
     facts = Facts(folder, may_be_exact=True)
     path = facts.folder / NAME
-    return update_card(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "", facts, name)
+    return update_card(read_text(path) if path.exists() else "", facts, name)
 
 
 def update_card(text: str, facts: Facts, name: str | None = None) -> str:

@@ -1,6 +1,7 @@
 """Uploading a converted checkpoint to the Hugging Face Hub, in one commit."""
 
 import pathlib
+import re
 import shlex
 from collections.abc import Mapping
 from typing import NamedTuple, cast
@@ -14,12 +15,13 @@ from hf_efficient_attn.checkpoint.source import FILE, INSTALL, PICKLES, THIS_VER
 from hf_efficient_attn.errors import UnsupportedAttentionError, clean
 from hf_efficient_attn.hub.card import NAME, OWN_PART, Facts, card_problems, for_repository, update_card
 from hf_efficient_attn.io.json import encode_json, read_json_object
+from hf_efficient_attn.io.reading import read_text
 from hf_efficient_attn.io.writing import replacing
 
 # The HTTP library's own error. Which library that is depends on the version of huggingface_hub.
 _HTTPError = cast(type[Exception], HfHubHTTPError.__bases__[0])
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".lock", "~", ".swp")
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _NO_INSTALL = (
     "the card cannot say where hf_efficient_attn is published, and a package of that name elsewhere may be another "
     f"one: give --install with a URL (https://... or git+https://...) or a version ({THIS_VERSION}); a push "
@@ -83,7 +85,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     facts = Facts(folder)
     if NAME not in sizes:
         raise UnsupportedAttentionError(f"{folder} has no {NAME}: hf_efficient_attn.hub.write_card writes it")
-    text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
+    text = read_text(folder / NAME)
     problems = card_problems(text)
     if facts.benchmark is None or not facts.benchmark.get("complete", True):
         command = shlex.join(["hf-efficient-attn", "benchmark", str(folder), "--card"])
@@ -118,10 +120,10 @@ def push(
 ) -> PushReport:
     """Send a converted checkpoint to the hub in one commit; the repository is created if it does not exist.
 
-    The hub checks the card before anything is created. Weights of an earlier push that are not in the folder are
-    deleted from the repository, because Transformers would load an old model.safetensors instead of new shards. In the
-    card that is sent, the title and the examples name the repository. After an interruption, calling `push` again sends
-    the rest.
+    The hub checks the card before anything is created. A model.safetensors of an earlier push, its shards and their
+    index are deleted if the folder lacks them, because Transformers would load an old file instead of new shards. Other
+    weights stay. In the card that is sent, the title and the examples name the repository. After an interruption,
+    calling `push` again sends the rest.
 
     Args:
         folder: The folder of a checkpoint that `convert` wrote.
@@ -164,13 +166,10 @@ def push(
         about = api.model_info(repo_id)
         if private and not about.private:
             raise PushError(f"{repo_id} exists and is public: make it private on the hub, or leave out --private")
-        old = [file.rfilename for file in about.siblings or () if file.rfilename.endswith(_WEIGHTS)]
-        additions = [CommitOperationAdd(name, content) for name, content in sent.items()]
-        commit = api.create_commit(
-            repo_id,
-            [*additions, *(CommitOperationDelete(name) for name in old if name not in sent)],
-            commit_message=message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn",
-        )
+        old = {file.rfilename for file in about.siblings or () if _WEIGHTS.fullmatch(file.rfilename)} - sent.keys()
+        added = [CommitOperationAdd(name, content) for name, content in sent.items()]
+        title = message or f"{' and '.join(Facts(folder).methods)} by hf_efficient_attn"
+        commit = api.create_commit(repo_id, [*added, *map(CommitOperationDelete, sorted(old))], commit_message=title)
     # RuntimeError and ValueError come from uploads of large files and from answers that cannot be read.
     except (OSError, _HTTPError, RuntimeError, ValueError) as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
@@ -181,9 +180,7 @@ def push(
 def _publishable_files(folder: pathlib.Path) -> dict[str, int]:
     """{path: size} of all files in a folder and its subfolders; refuse the folder if one must not be published."""
     sizes = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_dir() and not path.is_symlink():
-            continue
+    for path in sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()):
         name, parts = path.name.lower(), path.relative_to(folder).parts
         is_hidden = any(part.startswith(".") and part != ".gitattributes" for part in parts)
         if is_hidden or name.endswith(_UNFINISHED) or name.endswith(PICKLES):

@@ -68,7 +68,7 @@ def _set(config: PreTrainedConfig, value: Any) -> None:
         rest = rest if any(learns(entry.config) for entry in given.entries) else ""
         logger.warning_once(
             f"efficient_attention (of {given.method!r}) has no effect while attn_implementation is {named!r}; "
-            f"call hf_efficient_attn.convert(model, model.config.efficient_attention) to use it{rest}"
+            f"call model.set_attn_implementation({given.method!r}) to use it{rest}"
         )
 
 

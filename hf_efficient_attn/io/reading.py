@@ -30,7 +30,7 @@ def read_text(path: pathlib.Path) -> str:
         with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
             return file.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise UnsupportedAttentionError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        raise UnsupportedAttentionError(f"{path}: not UTF-8 text (byte {error.start}): save it as UTF-8") from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnsupportedAttentionError(f"{path}: damaged gzip file ({error})") from None
 
@@ -38,14 +38,16 @@ def read_text(path: pathlib.Path) -> str:
 def read_json_lines(path: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read a file of JSON lines, as `read_text` does: the number of each line, from 1, and the object in it.
 
-    Empty lines are skipped, and lines without a JSON object are refused with `UnsupportedAttentionError`.
+    Empty lines are skipped, lone surrogates become question marks, and lines without a JSON object are refused.
     """
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         with refusing(f"{path}, line {number}: not JSON"):
             values = json.loads(line)
-        yield number, as_object(values, f"{path}, line {number}")
+        row = as_object(values, f"{path}, line {number}")
+        texts = {key: x.encode("utf-8", "replace").decode() for key, x in row.items() if isinstance(x, str)}
+        yield number, {**row, **texts}  # tokenizers refuse lone surrogates
 
 
 def texts_in(path: pathlib.Path) -> list[pathlib.Path]:
@@ -126,7 +128,7 @@ def decode(content: bytes) -> "Image":
     """Decode the bytes of an image file as a Pillow image in RGB.
 
     Transparent pixels keep their colours. Of 16-bit grey images the upper 8 bits are used; `Image.convert` would clip
-    the values to white.
+    the values to white. Images of 32 bits, whose range is not known, are refused.
     """
     import numpy as np  # Pillow and NumPy are needed for images only
     from PIL import Image, ImageOps
@@ -134,6 +136,8 @@ def decode(content: bytes) -> "Image":
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) >> 8).astype("uint8"))
+    if image.mode in ("I", "F"):
+        raise UnsupportedAttentionError("a value has 32 bits: save it with 8 or 16 bits")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")

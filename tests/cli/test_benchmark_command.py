@@ -478,6 +478,15 @@ def test_fewer_pictures_come_from_the_whole_folder(made, photographs, tmp_path):
     assert [pathlib.Path(name).name for name, _ in data.pictures] == [f"{number:02}.png" for number in range(0, 16, 2)]
 
 
+def test_grey_pictures_and_a_processor_that_does_not_resize(photographs, tmp_path):
+    source = save(tmp_path, tiny_model("vit", num_channels=1), "vit")
+    transformers.ViTImageProcessorPil(image_mean=[0.5], image_std=[0.5], do_resize=False).save_pretrained(source)
+    data = ModelData(open_model(source), source, photographs, longest=50, rows=1)
+    picture = reading.open_picture(*data.pictures[0]).convert("L").resize((28, 28), 2)
+    expected = torch.tensor(list(picture.tobytes())).view(1, 1, 28, 28) / 127.5 - 1
+    torch.testing.assert_close(data.inputs(50, 0, 1).values["pixel_values"], expected)
+
+
 @pytest.mark.parametrize(("side", "patch", "tokens"), [(30, 4, 50), (35, 6, 26), (32, 8, 17)])
 def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
     model = tiny_model("vit", image_size=side, patch_size=patch)
@@ -486,6 +495,12 @@ def test_pictures_whose_side_is_no_multiple_of_the_patch(side, patch, tokens):
     for length in (tokens, 4 * tokens - 3):
         found = data.inputs(length, 0, 1)
         assert model(**found.values).last_hidden_state.shape[1] == found.tokens == length
+
+
+def test_a_tokenizer_without_a_vocabulary_file(text, tmp_path):
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path)
+    data = ModelData(tiny_model("bert"), tmp_path, text, longest=20, rows=1)
+    assert data.inputs(20, 0, 1).values["input_ids"].tolist() == [[byte + 3 for byte in TEXT[:19].encode()] + [1]]
 
 
 @pytest.mark.parametrize(("name", "length"), [("ViTMAE", 17), ("Dinov2", 65), ("Yolos", 75), ("DINOv3ViT", 65)])

@@ -22,25 +22,8 @@ PLAIN = "distill bert --data words.txt --length 40 --batch-size 2 --steps 6 --sa
 DISTILL = f"{PLAIN} --method linear --set feature_map=hedgehog --set num_features=16"
 GIVE_EITHER = "give either --method NAME, or --config FILE"
 NO_DEVICE = "PyTorch cannot compute there; on this machine it can use cpu"
-FILES = {
-    "words.txt": TEXT.encode(),
-    "empty.txt": b" \n",
-    "short.txt": b"w1 w2 w3",
-    "few.txt": b"w1 w2 w3 " * 40,
-    "binary.txt": b"\xff\xfe\x00",
-    "text.txt.gz": b"no gzip",
-    "three.jsonl": b'{"text": 3}',
-    "array.jsonl": b"[1]",
-    "end.jsonl": b'{"text": "x"}\n{',
-    "broken/broken.png": b"\x89PNG\r\n\x1a\n",
-    "full/file.txt": b"",
-    "odd/preprocessor_config.json": b'{"size": "large"}',
-    "none_kept.json": b'{"calibrated": null}',
-    "number.json": b'{"calibrated": 3}',
-    "misspelt.json": b'{"method": "kdeformr"}',
-    "layer_7.json": b'{"method": "linear", "layers": [7]}',
-}
-TABLE = yaml.safe_load(pathlib.Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+DATA = yaml.safe_load_all(pathlib.Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+FILES, TABLE = {"words.txt": TEXT, "few.txt": "w1 w2 w3 " * 40, **next(DATA)}, next(DATA)
 REFUSALS = [tuple(string.Template(text).substitute(globals()) for text in pair) for pair in TABLE.items()]
 # A folder in which nobody can make files, root included.
 NO_FILES = "/proc"
@@ -72,20 +55,21 @@ def test_a_card_that_cannot_be_written(tmp_path, monkeypatch, capsys):
 def folder(tmp_path_factory):
     """The working folder of the commands, with `FILES` and checkpoints."""
     folder = tmp_path_factory.mktemp("refusals")
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
     spoiled = tiny_model("bert")
     with torch.no_grad():
         spoiled.encoder.layer[0].attention.self.value.bias.fill_(math.nan)
-    models = {"bert": tiny_model("bert"), "half": tiny_model("bert").half(), "nan": spoiled,
-              "gpt2": tiny_model("gpt2", head=True), "bart": tiny("bart"), "sound": tiny("whisper"),
+    models = {"bert": tiny_model("bert"), "bad": tiny_model("bert"), "half": tiny_model("bert").half(),
+              "nan": spoiled, "gpt2": tiny_model("gpt2", head=True), "bart": tiny("bart"), "sound": tiny("whisper"),
+              "grey": tiny_model("vit", num_channels=1), "deep": tiny_model("vit", num_channels=4),
               "odd": tiny_model("vit"), "wide": tiny_model("vit", image_size=(32, 64)),
               "video": transformers.VideoMAEModel(transformers.VideoMAEConfig(**SIZES, **IMAGE))}  # fmt: skip
     for name, model in models.items():
         save(folder / name, model, "gpt2" if name == "gpt2" else "bert")
     save(folder / "vit", tiny_model("vit", head=True), "vit")
     tiny_model("bert").save_pretrained(folder / "bare")
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
 
 

@@ -38,7 +38,7 @@ def test_files_and_folders(tmp_path):
     for number in range(9):
         (tmp_path / "folder" / "inner" / f"{number}.txt").write_text(str(number) * 100)
     (tmp_path / "folder" / "notes.pdf").write_bytes(b"%PDF")
-    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": "two", "more": 3}')
+    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": "two \\ud83d", "more": 3}')
     (tmp_path / "other").write_text("other")  # a file that is named may have any ending
     every = list(opened_texts([tmp_path / name for name in ("folder", "one.jsonl", "other")]))
-    assert sorted(every) == sorted([*(str(number) * 100 for number in range(9)), "one\n\ntwo", "other"])
+    assert sorted(every) == sorted([*(str(number) * 100 for number in range(9)), "one\n\ntwo ?", "other"])

@@ -71,8 +71,7 @@ def test_the_card_says_how_to_give_larger_pictures(architecture, tmp_path):
 def test_every_method_has_a_card(method, tmp_path):
     text = card_of(tmp_path, config=config_json(method), benchmark=converted.benchmark(method))
     info = hea.method_info(method)
-    for expected in (info.title, info.paper, f'"{method}"'):
-        assert expected in text
+    assert all(expected in text for expected in (info.title, info.paper, f'"{method}"'))
     defaults = info.config_class().to_dict()
     changed = {key: value for key, value in SMALL[method].items() if value != defaults[key]}
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.M)
@@ -180,6 +179,7 @@ STATEMENTS = {
         ],
         ["import hf_efficient_attn\nfrom"],
     ),
+    "no pipeline": ({"config": config_json(architecture="BertForQuestionAnswering")}, [], ["pipeline("]),
     "an original on the hub": ({}, ["This is [someone/tiny-bert](https://huggingface.co/someone/tiny-bert) with"], []),
     "an original elsewhere": (
         {"origin": converted.origin(base_model=None, base_name="folder-of-mine"), "benchmark": converted.benchmark()},
@@ -267,11 +267,14 @@ def test_another_readme_is_kept_below_the_card(tmp_path):
     assert text == write_card(tmp_path).read_text()
 
 
-@pytest.mark.parametrize("damaged", ["---\na: [\n---\n", "---\n- a\n---\n", f"{START}\none\n", f"{END}\n{START}\n"])
+@pytest.mark.parametrize(
+    "damaged", ["---\na: [\n---\n", "---\n- a\n---\n", f"{START}\none\n", f"{END}\n{START}\n", "J\xfcrgen"]
+)
 def test_a_readme_that_cannot_be_kept_is_refused(damaged, tmp_path):
-    (tmp_path / "README.md").write_text(damaged)
-    refuses("once and in this order" if START in damaged else "front matter", card_of, tmp_path)
-    assert (tmp_path / "README.md").read_text() == damaged
+    (tmp_path / "README.md").write_text(damaged, encoding="latin-1")
+    reasons = {START: "once and in this order", "---": "front matter", "": "not UTF-8 text"}
+    refuses(next(reason for part, reason in reasons.items() if part in damaged), card_of, tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="latin-1") == damaged
 
 
 def test_a_card_needs_a_method_or_a_source(tmp_path):
@@ -296,7 +299,6 @@ def test_a_method_of_another_package_has_to_be_imported(tmp_path, monkeypatch):
 
 def test_problems_of_the_front_matter_are_reported():
     assert len(card_problems("no front matter")) == 3
-    refuses("cannot be read", card_problems, "---\na: [\n---\n")
     assert card_problems("---\nlicense: mit\nbase_model: a/b\npipeline_tag: fill-mask\n---\n") == []
     found = card_problems("---\ntags: [a]\n---\n")
     assert [problem.partition(":")[0] for problem in found] == ["no license", "no base_model", "no pipeline_tag"]
@@ -451,13 +453,15 @@ def test_a_second_push_updates_files_and_removes_old_weights(folder, online, cap
     repository = online.repositories[REPOSITORY]
     assert not repository.private and {"1_Pooling/README.md", "README.md"} < set(repository.files)
     assert repository.files["notes.txt"] == (folder / "tokenizer.json").read_bytes()
+    others = dict.fromkeys(["lora/adapter_model.safetensors", "v1/model.safetensors", "model.fp16.safetensors"], b"")
+    repository.files |= others
     shard = "model-00001-of-00001.safetensors"
     (folder / "model.safetensors").rename(folder / shard)
     weights = dict.fromkeys(load_file(folder / shard), shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     assert run_json(capsys, "push", folder, REPOSITORY, "--yes")["sent"] is True
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert shard in names and set(repository.files) == names
+    assert shard in names and set(repository.files) == names | others.keys()
 
 
 def _origin(folder, **changes):
@@ -535,6 +539,7 @@ DAMAGED = {
     "broken config": (lambda f: (f / "config.json").write_text('{"a": '), "config.json"),
     "no card": (lambda f: (f / "README.md").unlink(), "write_card"),
     "broken card": (lambda f: (f / "README.md").write_text("---\na: [\n---\n"), "front matter"),
+    "other text": (lambda f: (f / "README.md").write_bytes(b"J\xfcrgen"), "not UTF-8 text (byte 1): save it as"),
     "pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin must not be published"),
     "pickle below": (
         lambda f: ((f / "optimizer").mkdir(), torch.save({}, f / "optimizer" / "state.pt")),
@@ -555,8 +560,7 @@ DAMAGED = {
 def test_refused_before_any_request(case, folder, online, capsys):
     damage, message = DAMAGED[case]
     damage(folder)
-    for sending in ([], ["--yes"]):
-        assert message in refused(capsys, "push", folder, REPOSITORY, *sending)
+    assert all(message in refused(capsys, "push", folder, REPOSITORY, *sending) for sending in ([], ["--yes"]))
     assert online.requests == []
 
 

@@ -444,11 +444,12 @@ def test_a_choice_without_effect_is_logged(caplog, monkeypatch):
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level("WARNING", logger="transformers"):
         model.config.efficient_attention = {"method": "longformer", "window_size": 3}
-        hea.convert(model, model.config.efficient_attention)
+        model.set_attn_implementation("longformer")
+        assert model.config.efficient_attention["window_size"] == 3
         model.config.efficient_attention = {"method": "longformer", "window_size": 4}  # takes effect at once
         model.config.efficient_attention = {"method": "performer", "feature_map": "exp"}
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2 and all("hf_efficient_attn.convert(model" in line for line in lines)
+    assert len(lines) == 2 and "call model.set_attn_implementation('longformer') to use it" in lines[0]
     assert "(of 'longformer') has no effect while attn_implementation is 'sdpa'" in lines[0]
     assert "(of 'performer') has no effect while attn_implementation is 'longformer'" in lines[1]
     assert lines[1].endswith("load it without attn_implementation") and "learned" not in lines[0]

@@ -146,6 +146,8 @@ def test_pictures_of_all_kinds_become_rgb():
         (packed(palette, "GIF", transparency=1), (10, 20, 30)),
     ):
         assert images.decode(picture).getpixel((0, 0)) == expected
+    for mode in ("I", "F"):
+        refuses("32 bits", images.decode, packed(Image.new(mode, (6, 4)), "TIFF"))
     red, green, blue = images.decode(packed(Image.new("CMYK", (6, 4), (0, 255, 255, 0)), "JPEG")).getpixel((0, 0))
     assert red > 200 and green < 60 and blue < 60
     picture, exif = Image.new("RGB", (6, 4)), Image.Exif()
