@@ -71,10 +71,17 @@ class LearnedParameters(nn.Module):
 def learned_of(module: nn.Module) -> LearnedParameters | None:
     """The learned parameters of an attention module; None if it has none.
 
-    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper has one copy per adapter: the one in use.
+    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper has one copy per adapter: the one in use. A
+    batch in which PEFT chooses an adapter for each row is refused.
     """
     attached: Any = module._modules.get(NAME)
     if hasattr(attached, "modules_to_save"):
+        # PEFT gives the names to hooks of the wrapper, for the time of a call.
+        if any(getattr(hook, "keywords", {}).get("adapter_names") for hook in attached._forward_pre_hooks.values()):
+            raise UnsupportedAttentionError(
+                "adapter_names=[...]: attention computes a batch with the learned parameters of one adapter: call "
+                "model.set_adapter(name), and then the model with the rows of that adapter"
+            )
         active = () if attached.disable_adapters else attached.active_adapters
         copies = [attached.modules_to_save[name] for name in active if name in attached.modules_to_save]
         attached = (*copies, attached.original_module)[0]
