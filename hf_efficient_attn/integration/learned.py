@@ -71,8 +71,8 @@ class LearnedParameters(nn.Module):
 def learned_of(module: nn.Module) -> LearnedParameters | None:
     """The learned parameters of an attention module; None if it has none.
 
-    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper has one copy per adapter: the one in use. A
-    batch in which PEFT chooses an adapter for each row is refused.
+    If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper has one copy per adapter: the one in use.
+    A batch for which PEFT chooses an adapter for each row is refused.
     """
     attached: Any = module._modules.get(NAME)
     if hasattr(attached, "modules_to_save"):

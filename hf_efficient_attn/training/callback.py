@@ -79,8 +79,17 @@ class UptrainingCallback(TrainerCallback):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
         self._follow(model)
-        if not any(switch.is_in_stage(model, stage) for stage in stages[1:]):
-            self.schedule.step(model, None, 0)
+        optimizer = kwargs.get("optimizer")  # one that the user has made
+        if not any(switch.is_in_stage(model, stage) for stage in stages):
+            switch.switch_stage(model, optimizer, stages[0], 0)
+        if optimizer is not None:
+            given = dict(model.named_parameters())
+
+            def follow_weights(_: Any) -> None:
+                switch.update_optimizer(optimizer, given, dict(model.named_parameters()))
+
+            # Accelerate takes the state when training begins, after a checkpoint's weights are loaded.
+            optimizer.register_state_dict_pre_hook(follow_weights)
 
     def _follow(self, model: nn.Module, *, is_over: bool = False) -> None:
         """Let the model switch to the stage of weights that are loaded; before the training is over, refuse others."""

@@ -154,6 +154,10 @@ CASES = {
     "translation": Case(
         translator, hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, num_features=8), [4, 5], PAIRS
     ),
+    "own optimizer": Case(
+        classifier, hea.UptrainingSchedule.parse(LEARNED), [4, 10], samples(24),
+        {"make_optimizer": lambda model: torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2)},
+    ),
     "first run alone": Case(
         classifier, [("sdpa", 2), ("linear", 3), ("linformer", None, {"projection_dim": 8})], [2, 3, 4], samples(24),
         {"first_run_alone": True},
@@ -191,6 +195,7 @@ def whole(tmp_path_factory):
         ("LoRA", ["begin@4"], 4),
         ("older names", ["forward@2"], 2),
         ("translation", ["begin@4"], 4),
+        ("own optimizer", ["forward@7"], 6),
         ("first run alone", ["forward@3"], 2),
     ],
 )
