@@ -134,8 +134,8 @@ def attach(found: models.AttentionModule, method: MethodConfig | None, holder: n
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
     With others of the same method, it keeps the parameters whose start values these do not change. A module whose sizes
-    cannot be determined, or whose parameters are offloaded, is refused, and so is one if `holder`, the whole model with its
-    wrappers, takes no more parameters.
+    cannot be determined, or whose parameters are offloaded, is refused, and so is one in a `holder`, the whole model,
+    that takes no more parameters.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:

@@ -299,6 +299,9 @@ def test_other_attention_than_at_the_checkpoint_is_refused(tmp_path):
         trainer = trainer_of(tmp_path, stages, steps=4)
         refuses(f"step {at} was trained with .*resume with the stages", trainer.train, resume_from_checkpoint=resume)
     trainer_of(tmp_path, [first, windowed], steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer_of(tmp_path, None, hea.convert(classifier(), "kdeformer", num_samples=8), steps=4, save_steps=4).train()
+    trainer = trainer_of(tmp_path, [("nearfar", 6), ("sdpa", None)])
+    refuses("with .*'kdeformer', .*'nearfar'", trainer.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_kill(case, kills, at, whole, tmp_path):
 def test_a_number_of_steps_that_moves_the_stage_of_the_checkpoint_is_refused(tmp_path):
     case = CASES["learned"]
     train(tmp_path, case)  # switches at step 4 of 10, and saves step 10
-    with pytest.raises(hea.UnsupportedAttentionError, match="step 10 was trained with 'flurka_performer', but of 30"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"10 was trained with .*'flurka_performer',.* of 30"):
         train(tmp_path, case._replace(ends=[12, 30]), resume=True)
     stages = [("linformer", 4, {"projection_dim": 8}), ("flurka_performer", None, {"num_features": 8, "share": "none"})]
     found, *_ = train(tmp_path, case._replace(stages=stages, ends=[4, 12]), resume=True)
