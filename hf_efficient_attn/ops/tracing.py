@@ -24,6 +24,11 @@ from hf_efficient_attn.ops.backends.devices import float64_device
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
+# What to do where derivatives are refused: models of Transformers, and others.
+_EXACT = (
+    "use exact attention: attn_implementation='eager', or PyTorch's own (after hea.restore_sdpa, if it was replaced) in "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
 
 
 def is_compiling() -> bool:
@@ -208,7 +213,7 @@ def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
 def _refuse_twice(name: str) -> NoReturn:
     raise UnsupportedAttentionError(
         f"{name}: the gradient of a gradient (create_graph=True, torch.func.hessian) is not computed, because "
-        "gradients are written by hand here: use attn_implementation='eager'"
+        f"gradients are written by hand here: {_EXACT}"
     )
 
 
@@ -235,7 +240,7 @@ class _Call(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise UnsupportedAttentionError(
             f"{ctx.part.name}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not computed: use "
-            "torch.func.vjp or jacrev, or attn_implementation='eager'"
+            f"torch.func.vjp or jacrev, or {_EXACT}"
         )
 
     @staticmethod

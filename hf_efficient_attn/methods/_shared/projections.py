@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option, refuse
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.backends.devices import sum_dtype
+from hf_efficient_attn.ops.backends.devices import rounded, sum_dtype
 from hf_efficient_attn.ops.projections import (
     contract_hidden_states,
     contractions,
@@ -148,7 +148,8 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     keys = both[0].project(key)  # (B, H, P, D)
     values = both[1].project(value)  # (B, H, P, Dv)
     key_mask = projected_key_mask(both, key.shape[0])  # (B, P)
-    return _attend(config, "forward", (query, keys, values), options, key_mask).to(value.dtype)  # (B, H, Nq, Dv)
+    out = _attend(config, "forward", (query, keys, values), options, key_mask)
+    return rounded(out, value.dtype)  # (B, H, Nq, Dv)
 
 
 def forward_hidden_states(
@@ -182,7 +183,7 @@ def forward_hidden_states(
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(query.device.type, enabled=False):
-        return _attend(config, "forward", (query, keys, values), options, key_mask).to(query.dtype)
+        return rounded(_attend(config, "forward", (query, keys, values), options, key_mask), query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
