@@ -24,9 +24,8 @@ from hf_efficient_attn.ops.backends.devices import float64_device
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
-# What to do where derivatives are refused: models of Transformers, and others.
 _EXACT = (
-    "use exact attention: attn_implementation='eager', or PyTorch's own (after hea.restore_sdpa, if it was replaced) in "
+    "use exact attention: attn_implementation='eager', or PyTorch's own (after hea.restore_sdpa if it was replaced) in "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 
@@ -169,17 +168,9 @@ def unwrapped(x: Tensor) -> Tensor:
 def call_in_transform(
     function: Callable[..., Tensor], arguments: Sequence[Any], name: str, *, by_rows: bool, draws: bool
 ) -> Tensor:
-    """Compute a function so that `grad`, `vjp`, `vmap` and combinations of them are right.
+    """Compute a function of arguments, which may be nested, so that `grad`, `vjp`, `vmap` and combinations are right.
 
-    Args:
-        function: returns a tensor.
-        arguments: the arguments of the function, which may be nested and contain tensors.
-        name: the method's name, for messages.
-        by_rows: whether the first dimension of all tensors is the batch.
-        draws: whether the function draws from the global generator.
-
-    Raises:
-        UnsupportedAttentionError: in forward mode, for a gradient of a gradient, and for `vmap` of a call that draws.
+    The others are as in `_Part`. Forward mode, a gradient of a gradient, and `vmap` of a call that draws are refused.
     """
     leaves, structure = pytree.tree_flatten(tuple(arguments))
     index = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]

@@ -173,8 +173,7 @@ def replace_sdpa(
             "replace_sdpa: a model of TorchScript does not run Python, so that no call of attention in it can be seen: "
             "give the model that it was made from"
         )
-    if min_length is not None:
-        check_positive("min_length", min_length, least=0, advice="or None for the length from which on it is faster")
+    check_positive("min_length", 0 if min_length is None else min_length, least=0, advice="or None, the default")
     config = make_config(method_or_config, **hyperparameters)
     if learns(config):
         raise UnsupportedAttentionError(

@@ -83,13 +83,9 @@ class UptrainingCallback(TrainerCallback):
         if not any(switch.is_in_stage(model, stage) for stage in stages):
             switch.switch_stage(model, optimizer, stages[0], 0)
         if optimizer is not None:
-            given = dict(model.named_parameters())
-
-            def follow_weights(_: Any) -> None:
-                switch.update_optimizer(optimizer, given, dict(model.named_parameters()))
-
             # Accelerate takes the state when training begins, after a checkpoint's weights are loaded.
-            optimizer.register_state_dict_pre_hook(follow_weights)
+            hook = partial(switch.update_optimizer, dict(model.named_parameters()), model)
+            optimizer.register_state_dict_pre_hook(hook)
 
     def _follow(self, model: nn.Module, *, is_over: bool = False) -> None:
         """Let the model switch to the stage of weights that are loaded; before the training is over, refuse others."""

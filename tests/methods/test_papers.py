@@ -84,7 +84,6 @@ def test_float16_does_not_overflow(size):
     assert full.abs().max() > 65504
     assert nystromformer(*half, **options).isfinite().all()
     for method in ("linformer", "flurka_linear"):
-        assert hea.attention(method, query, key, 3e4 * value, init="gaussian").abs().max() > 65504
         assert hea.attention(method, *half[:2], 6e4 * half[2].sign(), init="gaussian").isfinite().all()
 
 

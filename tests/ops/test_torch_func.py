@@ -41,10 +41,9 @@ def test_grad_vjp_and_vmap(instance, is_causal):
     value, pull_back = vjp(lambda *x: loss(*x, own), *whole)
     close(grad(lambda *x: loss(*x, own), argnums=(0, 1, 2))(*whole), expected)
     close([value, *pull_back(torch.ones_like(value))], [loss(*whole, own), *expected])
-    leaves = [x.requires_grad_() for x in whole]
-    out = call(*leaves, own)
-    batched = torch.autograd.grad(out, leaves, torch.stack((2 * out.detach(),) * 2), is_grads_batched=True)
-    close(batched, [torch.stack((x, x)) for x in expected])
+    out = call(*(x.requires_grad_() for x in whole), own)
+    batched = torch.autograd.grad(out, whole, 2 * out.detach()[None], is_grads_batched=True)
+    close(batched, [x[None] for x in expected])
     rows = list(zip(*tensors, key_mask, strict=True))
     close([vmap(call)(*tensors, key_mask)], [torch.stack([call(*row) for row in rows])])
     expected = [gradients(lambda *x, m=row[3]: loss(*x, m), row[:3]) for row in rows]

@@ -28,16 +28,10 @@ def by_heads(
 ) -> Tensor:
     """Compute attention (B, H, Nq, Dv) by a form of flat heads, or exactly for up to `exact_length` keys.
 
-    Args:
-        form: form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value
-            (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. It gets no mask if valid tokens are moved to the front.
-        query: (B, H, Nq, D).
-        key: (B, H, Nk, D).
-        value: (B, H, Nk, Dv).
-        options: the options of the call.
-        exact_length: the largest number of keys of exact attention.
-        moves_valid_first: whether the form gets valid tokens before masked tokens, so that blocks begin at the first
-            valid token. For self-attention only.
+    For query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv), form(query, key, value, key_mask) returns
+    (BH, Nq, Dv) for (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. With
+    `moves_valid_first`, for self-attention only, it gets valid tokens before masked tokens, so that blocks begin at the
+    first valid token, and no mask.
     """
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
