@@ -21,7 +21,6 @@ from instances import inputs, numbers
 from tiny_models import FAMILIES, output, reloaded, tiny_batch, tiny_class, tiny_config, tiny_model
 
 each = pytest.mark.parametrize("method", LEARNING)
-each_family = pytest.mark.parametrize("family", FAMILIES)
 each_form = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 each_map = pytest.mark.parametrize("feature_map", ["elu", *LEARNED])
 each_learned = pytest.mark.parametrize("feature_map", LEARNED)
@@ -36,7 +35,7 @@ def test_every_method_that_learns_is_tested():
 
 
 @each
-@each_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_has_its_own_parameters_which_are_trained_saved_and_loaded(family, method, tmp_path):
     model, inputs = convert(tiny_model(family, head=True), method), tiny_batch(family, padding="right")
     first, second = learned_in(model).values()

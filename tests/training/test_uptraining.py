@@ -94,8 +94,8 @@ def test_schedules_from_strings_and_copies():
     assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
 
 
-def test_presets_have_the_shares_of_the_paper():
-    """Gupta et al. 2023, appendix A.4."""
+def test_presets_are_those_of_the_paper():
+    """Gupta et al. 2023, appendices A.3 and A.4: shares of the steps, and only the encoder of a translation model."""
     for task, variant, shares in [
         ("nmt", "flurka_performer", [("linformer", 0.8), ("flurka_performer", 1.0)]),
         ("nmt", "flurka_linear", [("linear", 0.64), ("flurka_linear", 1.0)]),
@@ -107,6 +107,9 @@ def test_presets_have_the_shares_of_the_paper():
     assert config_of(hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)).projection_dim == 16
     for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
         refuses("unknown", hea.uptraining_preset, task, variant, **options)
+    model = trainings.translator()
+    hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
+    assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
 
 
 def stage(attention: str, **hyperparameters) -> Stage:
@@ -231,12 +234,6 @@ def test_training_options(options, tmp_path):
 
     tolerance = 2e-2 if "bf16" in options else 2e-4
     torch.testing.assert_close(run(tmp_path / "b", **options), run(tmp_path / "a"), rtol=0, atol=tolerance)
-
-
-def test_only_the_encoder_of_a_translation_model_learns():
-    model = trainings.translator()
-    hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
-    assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
 
 
 @pytest.mark.parametrize(
