@@ -98,6 +98,8 @@ def run(argv: Sequence[str] | None = None) -> dict[str, Any]:
     kinds = GlueArguments, arguments.AttentionArguments
     options, attention, args = arguments.parse(*kinds, description=__doc__, argv=argv, **DEFAULTS)
     task = glue.task_of(options.task)
+    if args.label_smoothing_factor and not task.labels:
+        raise ValueError(f"--label_smoothing_factor smooths classes, and {options.task} has none: leave it out")
     with args.main_process_first():
         data = load_data(options)
     model, tokenizer = load_model(options.model_name_or_path, task, options.max_length)

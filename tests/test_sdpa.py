@@ -282,8 +282,9 @@ def test_a_hook_that_fails_leaves_nothing_behind(x):
     refuses("another hook", plain, x, error=RuntimeError)
     handle.remove()
     assert torch.equal(plain(x), plain(x)) and not _running.modules
-    for wrong, reason in ((("bert", "nearfar"), "give a torch"), ((plain, "linformer"), "learned parameters")):
-        refuses(reason, hea.replace_sdpa, *wrong)
+    wrong = [("bert", None, "give a torch"), (plain, None, "learned parameters")]
+    for model_or_name, length, reason in [*wrong, *((plain, x, "0 or more, an integer") for x in (True, -1, 1.5, "1"))]:
+        refuses(reason, hea.replace_sdpa, model_or_name, "linformer", min_length=length)
 
 
 def test_nothing_is_replaced_after_ctrl_c(x, request):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, initialization
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
@@ -72,9 +73,16 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
     """The learned parameters of an attention module; None if it has none.
 
     If a PEFT config has "learned_parameters" in `modules_to_save`, a wrapper has one copy per adapter: the one in use.
+    A batch for which PEFT chooses an adapter for each row is refused.
     """
     attached: Any = module._modules.get(NAME)
     if hasattr(attached, "modules_to_save"):
+        # PEFT gives the names to hooks of the wrapper, for the time of a call.
+        if any(getattr(hook, "keywords", {}).get("adapter_names") for hook in attached._forward_pre_hooks.values()):
+            raise UnsupportedAttentionError(
+                "adapter_names=[...]: attention computes a batch with the learned parameters of one adapter: call "
+                "model.set_adapter(name), and then the model with the rows of that adapter"
+            )
         active = () if attached.disable_adapters else attached.active_adapters
         copies = [attached.modules_to_save[name] for name in active if name in attached.modules_to_save]
         attached = (*copies, attached.original_module)[0]
@@ -84,6 +92,21 @@ def learned_of(module: nn.Module) -> LearnedParameters | None:
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT has put adapters into a model or around it."""
     return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
+def _refuse_more_parameters(method: MethodConfig, model: nn.Module) -> None:
+    """Refuse to add parameters to a model whose wrapper or adapters would not know them."""
+    if has_adapters(model):
+        raise UnsupportedAttentionError(
+            f"{method.method} learns parameters, and the model has PEFT adapters, which do not save parameters "
+            "that are added later: convert the model first, and call get_peft_model then, with "
+            f"modules_to_save=[{NAME!r}] in the config of the adapter, so that it trains and saves them"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedAttentionError(
+            f"{method.method} learns parameters, and the model is in DistributedDataParallel, which does not average "
+            "gradients of parameters that are added later: convert the model first, and wrap it then"
+        )
 
 
 def refuse_lost_parameters(model: nn.Module, names: Iterable[str], prefix: str) -> None:
@@ -107,23 +130,18 @@ def refuse_lost_parameters(model: nn.Module, names: Iterable[str], prefix: str) 
             )
 
 
-def attach(found: models.AttentionModule, method: MethodConfig | None, is_adapted: bool = False) -> None:
+def attach(found: models.AttentionModule, method: MethodConfig | None, holder: nn.Module | None = None) -> None:
     """Give an attention module the learned parameters of a method, unless it has parameters of equal hyperparameters.
 
     With others of the same method, it keeps the parameters whose start values these do not change. A module whose sizes
-    cannot be determined, or whose parameters are offloaded, is refused, and so is one of a model with adapters
-    (`is_adapted`), which would not save the parameters.
+    cannot be determined, or whose parameters are offloaded, is refused, and so is one in a `holder`, the whole model,
+    that takes no more parameters.
     """
     current, needs = learned_of(found.module), method is not None and learns(method)
     if current is not None and not needs:
         delattr(found.module, NAME)
     elif method is not None and needs and (current is None or current.method != method):
-        if is_adapted:
-            raise UnsupportedAttentionError(
-                f"{method.method} learns parameters, and the model has PEFT adapters, which do not save parameters "
-                "that are added later: convert the model first, and call get_peft_model then, with "
-                f"modules_to_save=[{NAME!r}] in the config of the adapter, so that it trains and saves them"
-            )
+        _refuse_more_parameters(method, found.module if holder is None else holder)
         beside = next(found.module.parameters(), torch.empty(0))
         if beside.device.type == "meta" and any(hasattr(module, "_hf_hook") for module in found.module.modules()):
             raise UnsupportedAttentionError(

@@ -45,7 +45,7 @@ def switch(
             change_configs()
         checked = [(root, _checked_modules(root, names, is_complete)) for root in roots]
         for root, modules in checked:
-            _switch_modules(root, modules, learned.has_adapters(root if holder is None else holder), is_complete)
+            _switch_modules(root, modules, root if holder is None else holder, is_complete)
 
 
 def _checked_modules(
@@ -93,7 +93,7 @@ def adopt(model: PreTrainedModel) -> None:
 
 
 def _switch_modules(
-    root: PreTrainedModel, modules: Sequence[models.AttentionModule], is_adapted: bool, is_complete: bool
+    root: PreTrainedModel, modules: Sequence[models.AttentionModule], holder: nn.Module, is_complete: bool
 ) -> None:
     """Give the modules of a model what their method needs, and warn of attention that stays exact."""
     parts, exact = models.models_in(root), dict[str, list[tuple[nn.Module, ModuleLocation]]]()
@@ -106,7 +106,7 @@ def _switch_modules(
         if reason is not None:
             exact.setdefault(reason, []).append((module, location))
         method = method if reason is None and models.uses_interface(type(module)) else None
-        learned.attach(found, method, is_adapted)
+        learned.attach(found, method, holder)
         own_forward.attach(module, method)
         vars(module).pop(LOCATION, None)
         if name is not None:

@@ -27,7 +27,7 @@ from hf_efficient_attn.methods._shared.config import AttentionOptions, ShardedFo
 from hf_efficient_attn.methods._shared.projections import STARTS_FROM, ProjectionConfig, initial_parameters, tables
 from hf_efficient_attn.methods._shared.registry import register_method
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.backends.devices import product_dtype, sum_dtype
+from hf_efficient_attn.ops.backends.devices import product_dtype, rounded, sum_dtype
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.projections import contractions, naive_contraction, projected_key_mask
 from hf_efficient_attn.ops.shards import Shards, total
@@ -71,13 +71,13 @@ def forward(
     parts = [table.project_some(x, own) for table, x in zip(both, (key, value), strict=True)]  # (B, H_kv, P, .)
     parts = parts if shards is None else total(parts, shards.group)
     keys, values = (
-        table.scale(x).to(dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)[:, None]
+        rounded(table.scale(x), dtype).repeat_interleave(num_heads // x.shape[1], 1).flatten(0, 1)[:, None]
         for table, x in zip(both, parts, strict=True)
     )  # (BH, 1, P, .) each
     bias = mask_bias(projected_key_mask(both, query.shape[0]), dtype).repeat_interleave(num_heads, 0)  # (BH, P)
     tensors = query.flatten(0, 1)[:, None].to(dtype), keys, values, bias[:, None, None]
     out = attend(*tensors, scale=options.scale, dropout_p=options.dropout_p).out[:, 0]  # (BH, Nq, Dv)
-    return torch.unflatten(out.to(value.dtype), 0, query.shape[:2])  # (B, H, Nq, Dv)
+    return torch.unflatten(rounded(out, value.dtype), 0, query.shape[:2])  # (B, H, Nq, Dv)
 
 
 def naive(config: LinformerConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
 from hf_efficient_attn.ops.attend import Partial, attend, merge
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold, sum_dtype, widened
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, may_hold, rounded, sum_dtype, widened
 from hf_efficient_attn.ops.exact import mask_bias
 from hf_efficient_attn.ops.index import constant, inverse, take, valid_first
 from hf_efficient_attn.ops.shards import Shards, gather_partials, total
@@ -269,11 +269,8 @@ def add_convolution(out: Tensor, value: Tensor, kernel: Tensor | None, key_mask:
             more = take(more.flatten(0, 1), inverse(order)).view(value.shape)
             more = more.masked_fill(~key_mask[:, None, :, None], 0.0)
         out = out.to(kernel.dtype) + more
-    if out.dtype == value.dtype:
-        return out
-    # If the landmarks are far from the tokens, the weights are large and can exceed the range of float16.
-    limit = min(torch.finfo(x.dtype).max for x in (out, value))
-    return out.clamp(-limit, limit).to(value.dtype)
+    # If the landmarks are far from the tokens, the weights are large.
+    return rounded(out, value.dtype)
 
 
 def landmark_naive(

@@ -24,6 +24,10 @@ from hf_efficient_attn.ops.backends.devices import float64_device
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
+_EXACT = (
+    "use exact attention: attn_implementation='eager', or PyTorch's own (after hea.restore_sdpa if it was replaced) in "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
 
 
 def is_compiling() -> bool:
@@ -164,17 +168,9 @@ def unwrapped(x: Tensor) -> Tensor:
 def call_in_transform(
     function: Callable[..., Tensor], arguments: Sequence[Any], name: str, *, by_rows: bool, draws: bool
 ) -> Tensor:
-    """Compute a function so that `grad`, `vjp`, `vmap` and combinations of them are right.
+    """Compute a function of arguments, which may be nested, so that `grad`, `vjp`, `vmap` and combinations are right.
 
-    Args:
-        function: returns a tensor.
-        arguments: the arguments of the function, which may be nested and contain tensors.
-        name: the method's name, for messages.
-        by_rows: whether the first dimension of all tensors is the batch.
-        draws: whether the function draws from the global generator.
-
-    Raises:
-        UnsupportedAttentionError: in forward mode, for a gradient of a gradient, and for `vmap` of a call that draws.
+    The others are as in `_Part`. Forward mode, a gradient of a gradient, and `vmap` of a call that draws are refused.
     """
     leaves, structure = pytree.tree_flatten(tuple(arguments))
     index = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -208,7 +204,7 @@ def refuse_second_gradient(out: Tensor, name: str) -> Tensor:
 def _refuse_twice(name: str) -> NoReturn:
     raise UnsupportedAttentionError(
         f"{name}: the gradient of a gradient (create_graph=True, torch.func.hessian) is not computed, because "
-        "gradients are written by hand here: use attn_implementation='eager'"
+        f"gradients are written by hand here: {_EXACT}"
     )
 
 
@@ -235,7 +231,7 @@ class _Call(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
         raise UnsupportedAttentionError(
             f"{ctx.part.name}: forward-mode derivatives (torch.func.jvp, jacfwd, hessian) are not computed: use "
-            "torch.func.vjp or jacrev, or attn_implementation='eager'"
+            f"torch.func.vjp or jacrev, or {_EXACT}"
         )
 
     @staticmethod

@@ -22,7 +22,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from hf_efficient_attn.errors import UnsupportedAttentionError, shown
+from hf_efficient_attn.errors import UnsupportedAttentionError, check_positive, shown
 from hf_efficient_attn.methods import MethodConfig, attention, learns, make_config
 from hf_efficient_attn.ops import tracing
 from hf_efficient_attn.sdpa.choice import SHORT, Chooser
@@ -164,7 +164,7 @@ def replace_sdpa(
 
     Raises:
         UnsupportedAttentionError: `model` is no module, or one of TorchScript, which calls no Python; the method or a
-            hyperparameter is unknown; or the method has learned parameters.
+            hyperparameter is unknown; `min_length` is negative or no integer; or the method has learned parameters.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedAttentionError(f"replace_sdpa: give a torch.nn.Module, not {shown(model)}")
@@ -173,6 +173,7 @@ def replace_sdpa(
             "replace_sdpa: a model of TorchScript does not run Python, so that no call of attention in it can be seen: "
             "give the model that it was made from"
         )
+    check_positive("min_length", 0 if min_length is None else min_length, least=0, advice="or None, the default")
     config = make_config(method_or_config, **hyperparameters)
     if learns(config):
         raise UnsupportedAttentionError(

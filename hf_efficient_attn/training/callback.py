@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation.capture import Batch
-from hf_efficient_attn.integration.settings import EfficientAttentionConfig
+from hf_efficient_attn.integration.settings import EXACT, EfficientAttentionConfig
 from hf_efficient_attn.training import switch
 from hf_efficient_attn.training.distillation import DistillationOptions
 from hf_efficient_attn.training.schedule import UptrainingSchedule
@@ -79,8 +79,13 @@ class UptrainingCallback(TrainerCallback):
             if args.should_save:
                 rename_incomplete_checkpoints(pathlib.Path(str(args.output_dir)))
         self._follow(model)
-        if not any(switch.is_in_stage(model, stage) for stage in stages[1:]):
-            self.schedule.step(model, None, 0)
+        optimizer = kwargs.get("optimizer")  # one that the user has made
+        if not any(switch.is_in_stage(model, stage) for stage in stages):
+            switch.switch_stage(model, optimizer, stages[0], 0)
+        if optimizer is not None:
+            # Accelerate takes the state when training begins, after a checkpoint's weights are loaded.
+            hook = partial(switch.update_optimizer, dict(model.named_parameters()), model)
+            optimizer.register_state_dict_pre_hook(hook)
 
     def _follow(self, model: nn.Module, *, is_over: bool = False) -> None:
         """Let the model switch to the stage of weights that are loaded; before the training is over, refuse others."""
@@ -104,23 +109,28 @@ class UptrainingCallback(TrainerCallback):
                 self._batches = switch.training_batches(*given, args.process_index, args.world_size)
             switch.check_distillation(stages, self._batches, self.distillation_options)
         if state.global_step:
-            self._check_stage(state)
+            self._check_stage(pathlib.Path(str(args.output_dir)), state)
             # Weights do not distinguish stages that learn the same parameters. A switch that is due at this very step
             # is made, and logged, by `on_step_begin`. The weights of an earlier one are loaded, so not distilled again.
             schedule.step(model, None, state.global_step)
 
-    def _check_stage(self, state: Any) -> None:  # Transformers annotates `stateful_callbacks` as a list
+    def _check_stage(self, folder: pathlib.Path, state: Any) -> None:  # Transformers annotates the callbacks as a list
         """Refuse stages and a number of steps by which the checkpoint would have other attention than it had."""
-        stages, step = self.schedule.stages, state.global_step
+        stages, step, known = self.schedule.stages, state.global_step, state.stateful_callbacks
+        now, config = stages[self.schedule.index(step - 1)], folder / f"checkpoint-{step}" / "config.json"
         logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
-        was, now = [stages[0].attention, *logged][-1], stages[self.schedule.index(step - 1)]
-        given = now.settings and now.settings.to_dict()
-        saved = state.stateful_callbacks.get(_SETTINGS, given)  # checkpoints of earlier versions have none
-        if was != now.attention or (saved and EfficientAttentionConfig.from_dict(saved)) != now.settings:
+        if _SETTINGS not in known and config.is_file():  # of an earlier version, or of a training without stages
+            known = {_SETTINGS: json.loads(config.read_text(encoding="utf-8")).get("efficient_attention")}
+        was: Any = [stages[0].attention, *logged][-1]
+        if _SETTINGS in known:
+            was = known[_SETTINGS] and EfficientAttentionConfig.from_dict(known[_SETTINGS])
+        new: Any = now.settings if _SETTINGS in known else now.attention
+        if was != new:
+            was, new = (x.to_dict(defaults=False) if hasattr(x, "to_dict") else x or EXACT for x in (was, new))
             raise UnsupportedAttentionError(
-                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to "
-                f"{now.attention!r} ({saved}, {given}): resume with the stages and the number of steps of the original "
-                "training. To train longer, give the ends of the stages as numbers of steps"
+                f"step {step} was trained with {was!r}, but of {state.max_steps} steps it belongs to {new!r}: resume "
+                "with the stages and the number of steps of the original training. To train longer, give the ends of "
+                "the stages as numbers of steps"
             )
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:

@@ -49,9 +49,12 @@ class Stage(NamedTuple):
 
 def is_in_stage(model: nn.Module, stage: Stage) -> bool:
     """Whether the model already is in the stage. All implementations of exact attention of Transformers are equal."""
-    configs = [config for root in transformers_models(unwrap(model)) for config in configs_of(root)]
-    names = [(config, method_of(config)) for config in configs]
-    return all((name and settings_of(config, name)) == stage.settings for config, name in names)
+    pairs = [
+        (config, config is root.config) for root in transformers_models(unwrap(model)) for config in configs_of(root)
+    ]
+    found = [((name := method_of(config)) and settings_of(config, name), is_outer) for config, is_outer in pairs]
+    # A part that cannot run the method of the whole model stays exact.
+    return all(settings == stage.settings for settings, is_outer in found if settings or is_outer)
 
 
 def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
@@ -149,7 +152,7 @@ def switch_stage(
     }
     if record["started"] or record["dropped"]:
         if optimizer is not None:
-            _update_optimizer(optimizer, before, after)
+            update_optimizer(before, inner, optimizer)
         if world_size() > 1:
             # Trainer passes the model without its wrapper to callbacks, and the model has no reference to it.
             for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
@@ -174,29 +177,29 @@ def _compute_as(former: _Attention, call: Call) -> Tensor:
     return call.compute(method, {name: p.detach().to(call.query.device) for name, p in parameters.items()} or None)
 
 
-def _update_optimizer(
-    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
-) -> None:
+def update_optimizer(before: Mapping[str, nn.Parameter], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Remove dropped parameters from the optimizer and add new ones to the groups of similar parameters.
 
-    Each group gets the order of the model's parameters, so that a saved state fits a new optimizer, too.
+    A new parameter comes after those that precede it in the model, so that a saved state fits a new optimizer, too.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    optimizer, after = getattr(optimizer, "optimizer", optimizer), dict(model.named_parameters())  # Accelerate wraps it
     old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     # Trainer gives matrices and learned parameters weight decay, but no biases and norms.
     trained = [name for name, p in after.items() if id(p) in group_of]
     alike = [name for name in trained if after[name].ndim > 1] or trained
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in position or id(p) not in old]
     for name, p in after.items():
-        if id(p) not in old and p.requires_grad:
+        if p.requires_grad and id(p) not in old | group_of.keys():
             # The nearest one is in the attention module, or else in the smallest enclosing module that has any.
             parts = name.split(".")
             nearest = max(alike, key=lambda other: len(commonprefix([parts, other.split(".")])))  # noqa: RUF071 (lists)
-            group_of[id(after[nearest])]["params"].append(p)
+            params = group_of[id(after[nearest])]["params"]
+            preceding = [(at, i) for i, q in enumerate(params, 1) if (at := position.get(id(q), -1)) < position[id(p)]]
+            params.insert(max(preceding, default=(0, 0))[1], p)
     names = {id(p): name for name, p in after.items()}
     for group in optimizer.param_groups:
-        kept = [p for p in group["params"] if id(p) in position or id(p) not in old]
-        group["params"] = sorted(kept, key=lambda p: position.get(id(p), len(position)))
         if "param_names" in group:
             group["param_names"] = [names.get(id(p), "") for p in group["params"]]
     for gone in [p for p in optimizer.state if id(p) in old - position.keys()]:

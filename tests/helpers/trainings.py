@@ -40,10 +40,11 @@ def trainer_of(folder, schedule, model=None, steps: int = 8, callbacks=(), data=
     usual = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none"}
     usual |= {"use_cpu": True, "disable_tqdm": True, "seed": 3, "max_steps": steps}
     usual |= {"save_strategy": "steps" if "save_steps" in options else "no"}
+    model, data = classifier() if model is None else model, data or samples()
+    optimizers = options.pop("make_optimizer", lambda model: None)(model), None
     arguments = TrainingArguments(str(folder), **{**usual, **options})
     callbacks = [*([] if schedule is None else [hea.UptrainingCallback(schedule)]), *callbacks]
-    model, data = classifier() if model is None else model, data or samples()
-    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks, optimizers=optimizers)
 
 
 def losses(trainer: Trainer) -> list[float]:

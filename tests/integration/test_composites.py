@@ -121,6 +121,7 @@ def test_a_decoder_without_the_interface_stays_exact_and_causal(names, layers, t
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         hea.convert(model, "nearfar", layers=layers)
+        assert hea.UptrainingSchedule([("nearfar", None, {"layers": layers})]).step(model, None, 0) is None
     assert any("ForCausalLM does not compute its attention" in str(x.message) for x in warned) == (layers is None)
     for one in (model, reloaded(model, tmp_path)):
         assert (one.config._attn_implementation, one.config.decoder._attn_implementation) == ("nearfar", "eager")

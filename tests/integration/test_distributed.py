@@ -321,6 +321,7 @@ def with_unequal_lengths():
         for module in (*sharded.model.layers, sharded):
             fully_shard(module)
         engines = {"ddp": torch.nn.parallel.DistributedDataParallel(copy.deepcopy(whole)), "fsdp": sharded}
+        refuses("wrap it then", hea.convert, engines["ddp"], "performer", feature_map="hedgehog")
         for ids in short_and_long:
             backward(whole, ids)
         for engine, model in engines.items():

@@ -21,7 +21,6 @@ from instances import inputs, numbers
 from tiny_models import FAMILIES, output, reloaded, tiny_batch, tiny_class, tiny_config, tiny_model
 
 each = pytest.mark.parametrize("method", LEARNING)
-each_family = pytest.mark.parametrize("family", FAMILIES)
 each_form = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 each_map = pytest.mark.parametrize("feature_map", ["elu", *LEARNED])
 each_learned = pytest.mark.parametrize("feature_map", LEARNED)
@@ -36,7 +35,7 @@ def test_every_method_that_learns_is_tested():
 
 
 @each
-@each_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_has_its_own_parameters_which_are_trained_saved_and_loaded(family, method, tmp_path):
     model, inputs = convert(tiny_model(family, head=True), method), tiny_batch(family, padding="right")
     first, second = learned_in(model).values()
@@ -145,7 +144,13 @@ def test_adapters_have_the_parameters_that_are_trained(tmp_path):
     assert torch.equal(output(load(hea.convert(tiny_model("bert"), **choice), tmp_path).eval(), inputs), ours)
     words = "^the adapter has learned parameters of attention, and BertModel has none"
     refuses(words, load, tiny_model("bert"), tmp_path)
+    mixed = {**inputs, "adapter_names": ["default", "__base__"]}
+    refuses(r"adapter_names=.*call model\.set_adapter", output, model, mixed)
     hea.convert(model.unload(), "linformer")
+    lora = peft.LoraConfig(r=2, target_modules=["key"], init_lora_weights=False)
+    model = peft.get_peft_model(convert(tiny_model("bert"), "flurka_linear"), lora).eval()
+    found = output(model, mixed)  # the learned parameters are the same for both
+    close([output(model, inputs)[0], output(model.unload(), inputs)[1]], list(found))
 
 
 def test_models_that_cannot_be_given_parameters():

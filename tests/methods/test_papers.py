@@ -83,6 +83,8 @@ def test_float16_does_not_overflow(size):
     half = [x.half() for x in (query, key, (1000.0 * value).clamp(-6e4, 6e4))]
     assert full.abs().max() > 65504
     assert nystromformer(*half, **options).isfinite().all()
+    for method in ("linformer", "flurka_linear"):
+        assert hea.attention(method, *half[:2], 6e4 * half[2].sign(), init="gaussian").isfinite().all()
 
 
 def test_initial_kernels():

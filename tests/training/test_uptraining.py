@@ -35,23 +35,20 @@ TWO = [("linformer", 0.25, LINFORMER), ("flurka_performer", 1.0, {"num_features"
 THREE = [("linformer", 0.25, {"projection_dim": 8}), ("linear", 0.5), ("flurka_linear", 1.0, {"projection_dim": 8})]
 
 
-def test_stages_by_share_and_by_step():
+def test_stages_and_their_hyperparameters():
     schedule = hea.UptrainingSchedule(TWO, 100)
     assert schedule.ends(100) == [25, 100]
     assert [schedule.index(step) for step in (0, 24, 25, 99, 100)] == [0, 0, 1, 1, 1]
     assert hea.UptrainingSchedule([("sdpa", 0.29), ("linear", 1.0)]).ends(100) == [29, 100]
     counted = hea.UptrainingSchedule([("sdpa", 10), ("linear", 15), ("performer", None)])
     assert counted.ends(40) == [10, 15, 40] and [counted.index(s) for s in (9, 10, 15, 1000)] == [0, 1, 2, 2]
+    assert config_of(TWO) == hea.FlurkaPerformerConfig(**LINFORMER, num_features=16)
+    config = config_of([("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)])
+    assert (config.num_features, config.seed) == (32, 5)
 
 
 def config_of(stages):
     return hea.UptrainingSchedule(stages).stages[1].settings.entries[0].config
-
-
-def test_stages_inherit_hyperparameters():
-    assert config_of(TWO) == hea.FlurkaPerformerConfig(**LINFORMER, num_features=16)
-    config = config_of([("performer", 0.5, {"num_features": 32, "seed": 5}), ("flurka_performer", 1.0)])
-    assert (config.num_features, config.seed) == (32, 5)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +77,7 @@ def test_wrong_stages_are_refused(sentence, stages):
     refuses(sentence, hea.UptrainingSchedule, stages, total_steps=10)
 
 
-def test_schedules_from_strings():
+def test_schedules_from_strings_and_copies():
     stages = ["linformer,projection_dim=8,share=none:0.25", "flurka_performer,num_features=16:1.0"]
     given = hea.UptrainingSchedule.parse(stages)
     assert given.stages == hea.UptrainingSchedule(TWO).stages
@@ -88,17 +85,17 @@ def test_schedules_from_strings():
     for text in ("linformer", "linformer:x", ":0.5", "linformer,projection_dim:1.0"):
         refuses("write", hea.UptrainingSchedule.parse, [text])
     refuses("total_steps", given.index, 3)
-
-
-def test_schedules_survive_copies():
     kdeformer = hea.KDEformerConfig(num_samples=8)
     schedule = hea.UptrainingSchedule([*TWO[:1], ("sdpa", 0.5), (kdeformer, 1.0, {"layers": [1]})])
     assert copy.deepcopy(schedule).stages == hea.UptrainingSchedule(schedule).stages == schedule.stages
     assert schedule.stages[2].settings.layers == (1,)
+    given = hea.UptrainingSchedule.parse("sdpa:2 linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
+    assert [one.distill for one in given.stages] == [0, 6, 0]
+    assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
 
 
-def test_presets_have_the_shares_of_the_paper():
-    """Gupta et al. 2023, appendix A.4."""
+def test_presets_are_those_of_the_paper():
+    """Gupta et al. 2023, appendices A.3 and A.4: shares of the steps, and only the encoder of a translation model."""
     for task, variant, shares in [
         ("nmt", "flurka_performer", [("linformer", 0.8), ("flurka_performer", 1.0)]),
         ("nmt", "flurka_linear", [("linear", 0.64), ("flurka_linear", 1.0)]),
@@ -110,6 +107,9 @@ def test_presets_have_the_shares_of_the_paper():
     assert config_of(hea.uptraining_preset("imagenet", projection_dim=16, num_features=8)).projection_dim == 16
     for task, variant, options in (("nmtt", "flurka_eva", {}), ("nmt", "linear", {}), ("nmt", "flurka_eva", {"x": 1})):
         refuses("unknown", hea.uptraining_preset, task, variant, **options)
+    model = trainings.translator()
+    hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
+    assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
 
 
 def stage(attention: str, **hyperparameters) -> Stage:
@@ -236,12 +236,6 @@ def test_training_options(options, tmp_path):
     torch.testing.assert_close(run(tmp_path / "b", **options), run(tmp_path / "a"), rtol=0, atol=tolerance)
 
 
-def test_only_the_encoder_of_a_translation_model_learns():
-    model = trainings.translator()
-    hea.uptraining_preset("nmt", layers=["encoder"], projection_dim=8, total_steps=5).step(model, None, 0)
-    assert learned_parameters(model) and all(name.startswith("encoder.") for name in learned_parameters(model))
-
-
 @pytest.mark.parametrize(
     ("sentence", "make_model", "stages"),
     [
@@ -299,6 +293,9 @@ def test_other_attention_than_at_the_checkpoint_is_refused(tmp_path):
         trainer = trainer_of(tmp_path, stages, steps=4)
         refuses(f"step {at} was trained with .*resume with the stages", trainer.train, resume_from_checkpoint=resume)
     trainer_of(tmp_path, [first, windowed], steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer_of(tmp_path, None, hea.convert(classifier(), "kdeformer", num_samples=8), steps=4, save_steps=4).train()
+    trainer = trainer_of(tmp_path, [("nearfar", 6), ("sdpa", None)])
+    refuses("with .*'kdeformer', .*'nearfar'", trainer.train, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 @pytest.mark.parametrize(
@@ -357,12 +354,6 @@ def test_incomplete_checkpoints_are_renamed(tmp_path):
 
 
 DISTILLED = [("linformer", 3, LINFORMER), ("flurka_linear", None, {**HEDGEHOG, "distill": 10})]
-
-
-def test_distillation_is_a_part_of_a_stage():
-    given = hea.UptrainingSchedule.parse("sdpa:2 linformer,projection_dim=8,share=none,distill=6:3 flurka_linear:end")
-    assert [one.distill for one in given.stages] == [0, 6, 0]
-    assert stage(hea.LinearConfig(**HEDGEHOG), distill=3, layers=[1]).distill == 3
 
 
 def take_step(given=None, options=None):
@@ -596,7 +587,7 @@ def test_a_trained_model_has_nothing_of_the_training(tmp_path):
     hea.convert(trainer.model, "sdpa").load_state_dict(weights, strict=False)
 
 
-def test_a_training_set_that_can_only_be_iterated_needs_other_batches(tmp_path):
+def test_batches_of_a_training_set_that_has_no_index_and_of_others(tmp_path):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(samples())
@@ -607,9 +598,6 @@ def test_a_training_set_that_can_only_be_iterated_needs_other_batches(tmp_path):
     trainer = trainer_of(tmp_path, None, callbacks=[hea.UptrainingCallback(stages, batches())], steps=2, data=Stream())
     trainer.train()
     assert distilled(trainer) == [(1, "linear", 2)]
-
-
-def test_batches_of_a_training_set():
     data, joined = list(range(22)), []
     for rank in range(2):
         found = list(training_batches(data, list, 4, rank, 2))

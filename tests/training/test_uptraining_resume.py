@@ -147,7 +147,11 @@ CASES = {
         {"gradient_accumulation_steps": 2},
     ),
     # Whole epochs: within an epoch, Trainer does one step too many when it resumes from the last checkpoint.
-    "to the end": Case(classifier, hea.UptrainingSchedule.parse(LEARNED), [2, 6]),
+    # The optimizer is made before there are learned parameters, and not in the order of the model.
+    "to the end": Case(
+        classifier, hea.UptrainingSchedule.parse(LEARNED), [2, 6],
+        options={"make_optimizer": lambda model: torch.optim.AdamW([*model.parameters()][::-1], 1e-2)},
+    ),
     "LoRA": Case(lora, [("longformer", 2, {"window_size": 8}), ("linear", None)], [2, 5]),
     "older names": Case(vit, [("linformer", 3, {"projection_dim": 8}), ("linear", None)], [3, 5], IMAGES),
     # The paper up-trains only the encoder (Gupta et al. 2023, appendix A.3). The decoder stays exact.
@@ -187,7 +191,7 @@ def whole(tmp_path_factory):
         ("distilled", ["forward@7"], 6),
         ("same", ["substep@5"], 4),
         pytest.param("same", ["begin@6", "forward@9"], 8, marks=pytest.mark.exhaustive),
-        ("to the end", ["saved@6"], 6),
+        ("to the end", ["forward@5", "saved@6"], 6),
         ("LoRA", ["begin@4"], 4),
         ("older names", ["forward@2"], 2),
         ("translation", ["begin@4"], 4),
@@ -207,7 +211,7 @@ def test_kill(case, kills, at, whole, tmp_path):
 def test_a_number_of_steps_that_moves_the_stage_of_the_checkpoint_is_refused(tmp_path):
     case = CASES["learned"]
     train(tmp_path, case)  # switches at step 4 of 10, and saves step 10
-    with pytest.raises(hea.UnsupportedAttentionError, match="step 10 was trained with 'flurka_performer', but of 30"):
+    with pytest.raises(hea.UnsupportedAttentionError, match=r"10 was trained with .*'flurka_performer',.* of 30"):
         train(tmp_path, case._replace(ends=[12, 30]), resume=True)
     stages = [("linformer", 4, {"projection_dim": 8}), ("flurka_performer", None, {"num_features": 8, "share": "none"})]
     found, *_ = train(tmp_path, case._replace(stages=stages, ends=[4, 12]), resume=True)

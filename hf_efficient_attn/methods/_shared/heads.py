@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions
 from hf_efficient_attn.ops.attend import attend
-from hf_efficient_attn.ops.backends.devices import accumulation_dtype, joined, may_hold
+from hf_efficient_attn.ops.backends.devices import accumulation_dtype, joined, may_hold, rounded
 from hf_efficient_attn.ops.distance import Bias
 from hf_efficient_attn.ops.draws import seed_value
 from hf_efficient_attn.ops.exact import biased_exact, exact_attention, scaled_dot_product_attention
@@ -28,16 +28,10 @@ def by_heads(
 ) -> Tensor:
     """Compute attention (B, H, Nq, Dv) by a form of flat heads, or exactly for up to `exact_length` keys.
 
-    Args:
-        form: form(query, key, value, key_mask) returns (BH, Nq, Dv) for query (BH, Nq, D), key (BH, Nk, D), value
-            (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. It gets no mask if valid tokens are moved to the front.
-        query: (B, H, Nq, D).
-        key: (B, H, Nk, D).
-        value: (B, H, Nk, Dv).
-        options: the options of the call.
-        exact_length: the largest number of keys of exact attention.
-        moves_valid_first: whether the form gets valid tokens before masked tokens, so that blocks begin at the first
-            valid token. For self-attention only.
+    For query (B, H, Nq, D), key (B, H, Nk, D) and value (B, H, Nk, Dv), form(query, key, value, key_mask) returns
+    (BH, Nq, Dv) for (BH, Nq, D), (BH, Nk, D), (BH, Nk, Dv) and the mask, bool (BH, Nk) or None. With
+    `moves_valid_first`, for self-attention only, it gets valid tokens before masked tokens, so that blocks begin at the
+    first valid token, and no mask.
     """
     if key.shape[2] <= exact_length:
         return exactly(query, key, value, options)
@@ -46,12 +40,12 @@ def by_heads(
     if not moves_valid_first:
         return torch.unflatten(form(query, key, value, mask), 0, shape[:2])
     if mask is None:
-        return torch.unflatten(_rounded(form(query, key, value), value, options), 0, shape[:2])
+        return torch.unflatten(rounded(form(query, key, value), _dtype(value, options)), 0, shape[:2])
     order = valid_first(mask)  # (BH, N)
     masked = ~mask[:, :, None]  # (BH, N, 1)
     # A masked query may be NaN, unlike a masked key or value, and shares a block with other queries.
     query, key, value = (take(x, order) for x in (query.masked_fill(masked, 0.0), key, value))  # (BH, N, .) each
-    out = take(_rounded(form(query, key, value), value, options), inverse(order))  # (BH, N, Dv)
+    out = take(rounded(form(query, key, value), _dtype(value, options)), inverse(order))  # (BH, N, Dv)
     return torch.unflatten(out.masked_fill(masked, 0.0), 0, shape[:2])
 
 
@@ -76,7 +70,7 @@ def without_padding(
 
     def form_of_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
         if key.shape[1] > exact_length:
-            return _rounded(form(query, key, value, *bias), value, options)
+            return rounded(form(query, key, value, *bias), _dtype(value, options))
         if not bias:
             return exact_attention(query, key, value, is_causal=False, with_lse=with_lse, **call)
         return attend(query[:, None], key[:, None], value[:, None], bias[0].of_pairs()[:, None], **call).out[:, 0]
@@ -152,14 +146,6 @@ def is_training(query: Tensor, key: Tensor, value: Tensor, options: AttentionOpt
 def _dtype(value: Tensor, options: AttentionOptions) -> torch.dtype:
     """The dtype of the output of a form."""
     return accumulation_dtype(value.dtype) if options.with_lse else value.dtype
-
-
-def _rounded(out: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Convert the output of a form. Where it is not an average of values, it may exceed the range of float16."""
-    dtype = _dtype(value, options)
-    if dtype == torch.float16:
-        out = out.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
-    return out.to(dtype)
 
 
 def _flatten(

@@ -6,14 +6,8 @@ to the P contracted keys. E1 and E2 are P x M, for sequences of up to M tokens, 
 gets projected keys and values, and applies E1 and E2 to them: (E1 K) W_K = E1 (K W_K), and a bias b_K of the projection
 becomes (E1 1) b_K^T. FLuRKA defines its own attention and never switches by length.
 
-Departures from the paper, in which all sequences have M tokens:
-
-- `hf_efficient_attn.ops.projections` describes how the tables are applied to padded and to shorter input.
-- A contracted key that has no weight at any valid token, in E1 or in E2, is left out of the kernel's sums.
-- Conversion starts from means of P segments and not from a Gaussian, as for the Linformer, so a checkpoint that is not
-  trained further attends to averages of keys and values.
-
-There is no causal form, because a contracted key contains tokens of the future.
+The departures from the paper are those of the Linformer, which `linformer` lists: a contracted key without a weight is
+left out of the kernel's sums. There is no causal form, because a contracted key contains tokens of the future.
 """
 
 from collections.abc import Sequence
@@ -25,7 +19,7 @@ from torch import Tensor
 
 from hf_efficient_attn.methods._shared.config import AttentionOptions, HiddenProjections, MethodConfig, option, refuse
 from hf_efficient_attn.methods._shared.registry import get_method, make_config, register_method
-from hf_efficient_attn.ops.backends.devices import sum_dtype
+from hf_efficient_attn.ops.backends.devices import rounded, sum_dtype
 from hf_efficient_attn.ops.projections import (
     contract_hidden_states,
     contractions,
@@ -148,7 +142,8 @@ def forward(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, opt
     keys = both[0].project(key)  # (B, H, P, D)
     values = both[1].project(value)  # (B, H, P, Dv)
     key_mask = projected_key_mask(both, key.shape[0])  # (B, P)
-    return _attend(config, "forward", (query, keys, values), options, key_mask).to(value.dtype)  # (B, H, Nq, Dv)
+    out = _attend(config, "forward", (query, keys, values), options, key_mask)
+    return rounded(out, value.dtype)  # (B, H, Nq, Dv)
 
 
 def forward_hidden_states(
@@ -160,18 +155,9 @@ def forward_hidden_states(
 ) -> Tensor:
     """Compute Eq. 2 as in the paper: contract the hidden states, then project them to keys and values.
 
-    The output equals, up to rounding, `forward` of the projected hidden states, but this projects only P tokens and not
-    N.
-
-    Args:
-        config: the hyperparameters.
-        query: (B, H, N, D), of the same tokens.
-        hidden_states: (B, N, W), the input of the projections, 0 for masked tokens.
-        projections: affine maps (B, P, W) -> (B, P, H * D).
-        options: as for `forward`.
-
-    Returns:
-        (B, H, N, D) in the dtype of `query`.
+    The output (B, H, N, D) equals, up to rounding, `forward` of the projected hidden states, but this projects only P
+    tokens and not N. `query` is (B, H, N, D), of the same tokens; `hidden_states` (B, N, W), the input of the
+    projections, are 0 for masked tokens; `projections` are affine maps (B, P, W) -> (B, P, H * D).
     """
     kv_len = hidden_states.shape[1]
     if query.numel() == 0:
@@ -182,7 +168,7 @@ def forward_hidden_states(
     keys, values = contract_hidden_states(both, hidden_states, projections, query.shape[1])  # (B, H, P, D) each
     key_mask = projected_key_mask(both, hidden_states.shape[0])  # (B, P)
     with torch.autocast(query.device.type, enabled=False):
-        return _attend(config, "forward", (query, keys, values), options, key_mask).to(query.dtype)
+        return rounded(_attend(config, "forward", (query, keys, values), options, key_mask), query.dtype)
 
 
 def naive(config: FlurkaConfig, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:

@@ -20,6 +20,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert numbers that are no averages of values, and so can exceed the range of float16."""
+    largest = torch.finfo(dtype).max
+    return (x.clamp(-largest, largest) if dtype == torch.float16 else x).to(dtype)
+
+
 # On Intel's processors AVX512-BF16 without AMX takes 1.8 times the time of float32 (torch 2.13).
 _CPU_HAS_BFLOAT16 = bool(
     torch.backends.mkldnn.is_available()

@@ -105,10 +105,10 @@ def fused_backward(
     if with_bias and bias is not None:
         grad_column = grad_key[..., dim].unsqueeze(2).to(bias.dtype)  # (BH, T, 1, Nk)
         grad_bias = grad_column.sum_to_size(bias.shape) / (scale * _unit(dtype, scale))
-    return Gradients(
-        grad_query[..., :dim].reshape(query.shape).to(query.dtype),
-        grad_key[..., :dim].sum_to_size(key.shape).to(key.dtype),
-        grad_value[..., :value_dim].sum_to_size(value.shape).to(value.dtype),
+    return Gradients(  # `narrow`, because autograd's batched gradients know no alias, which a full slice is
+        grad_query.narrow(3, 0, dim).reshape(query.shape).to(query.dtype),
+        grad_key.narrow(3, 0, dim).sum_to_size(key.shape).to(key.dtype),
+        grad_value.narrow(3, 0, value_dim).sum_to_size(value.shape).to(value.dtype),
         grad_bias,
     )
 
