@@ -126,9 +126,8 @@ def test_config_fields(instance):
             right, wrong = [not spec.default], (0, 1, "true", None)
         else:
             right, wrong = [*choices, np.str_(choices[0])], ("x" + spec.default, 3, None, [], True)
-        made = [instance.config(**{spec.name: x}) for x in right]
-        assert [getattr(x, spec.name) for x in made] == right
-        assert [ast.literal_eval(x.text) for x in made] == [x.to_dict() for x in made]
+        made = {x: instance.config(**{spec.name: x}) for x in right}
+        assert all(getattr(c, spec.name) == x and ast.literal_eval(c.text) == c.to_dict() for x, c in made.items())
         known = "Known: " if choices is not None else ""
         for value in wrong:
             refuses(rf"{instance.method}: {spec.name}=.*{known}", instance.config, **{spec.name: value})
