@@ -44,8 +44,8 @@ ON_FIRST_USE = {
 
 
 def config_classes() -> dict[str, type[MethodConfig]]:
-    """The config class of every registered method by its name; all of them are attributes of the package."""
-    classes = (method_info(name).config_class for name in available_methods())
+    """The config class of every registered method by its name; of several with one name, the first is an attribute."""
+    classes = (method_info(name).config_class for name in reversed(available_methods()))
     return {config_class.__name__: config_class for config_class in classes}
 
 

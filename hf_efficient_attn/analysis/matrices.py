@@ -110,9 +110,7 @@ def near_field_pairs(
     names = config.hyperparameters()
     sizes = [getattr(config, name) for name in ("block_size", "window_size") if name in names]
     if not sizes or ("num_features" in names and not any(sizes)):
-        raise UnsupportedAttentionError(
-            f"{config.method} has no near field of pairs. Methods that have one: {proposed}"
-        )
+        methods.refuse(f"it has no near field of pairs. Methods that have one: {proposed}", config)
     if "num_samples" in names:
         config = methods.make_config(config, num_samples=0)
     if getattr(config, "near_field", None) == "auto" and not is_causal:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hf_efficient_attn.errors import UnsupportedAttentionError
-from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, update_state
+from hf_efficient_attn.methods import MethodConfig, attention, attention_with_state, refuse, update_state
 from hf_efficient_attn.ops.tracing import draw_seed, replaced_in_graphs
 
 # In Transformers 5.12 `crop` takes the length that remains, in later versions minus the number of tokens to remove.
@@ -109,9 +109,7 @@ class MethodLayer(DynamicLayer):
     def _take(self, key: Tensor) -> Tensor:
         """Count new keys, and return them in a form that only the attention functions of this package can use."""
         if not self.was_used:
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: no attention followed the last tokens in this cache: start with a new cache"
-            )
+            refuse("no attention followed the last tokens in this cache: start with a new cache", self.method)
         self.seen, self.was_used = self.seen + key.shape[-2], False
         new = key.as_subclass(NewKeys)
         setattr(new, LAYER, self)
@@ -128,9 +126,7 @@ class MethodLayer(DynamicLayer):
         if not isinstance(key, NewKeys):
             return self._first_attention(query, (key, value, attention_mask), options)
         if self.was_used:
-            raise UnsupportedAttentionError(
-                f"{self.method.method}: two layers of this model use the same keys, which {self._unshared}"
-            )
+            refuse(f"two layers of this model use the same keys, which {self._unshared}", self.method)
         with torch._C.DisableTorchFunctionSubclass():
             key = key.as_subclass(Tensor)
         out = self._attention(query, (key, value, self._new_mask(attention_mask, self.seen - value.shape[2])), options)
@@ -143,10 +139,8 @@ class MethodLayer(DynamicLayer):
             counted = torch.as_tensor(earlier if self.valid is None else self.valid)
             given = earlier if mask is None else mask[:, :earlier].sum(1).to(counted.device)
             if not (counted == given).all():
-                raise UnsupportedAttentionError(
-                    f"{self.method.method}: the attention_mask of earlier tokens has changed, and {self._holds} cannot "
-                    "forget tokens: give the mask of all tokens as it was, or start with a new cache"
-                )
+                problem = f"the attention_mask of earlier tokens has changed, and {self._holds} cannot forget tokens"
+                refuse(f"{problem}: give the mask of all tokens as it was, or start with a new cache", self.method)
         # Usually only the prompt has padding, and attention without a mask is faster.
         return None if mask is None or mask[:, earlier:].all() else mask[:, earlier:]
 
@@ -171,7 +165,7 @@ class MethodLayer(DynamicLayer):
         raise UnsupportedAttentionError(
             f"{self.method.method}: tokens cannot be taken back (assistant_model, prompt_lookup_num_tokens, crop), "
             f"because {self._holds} cannot forget tokens: leave these arguments out, or give a cache that keeps all "
-            f"keys, {cache_argument()}=DynamicCache()"
+            f"keys, {cache_argument()}=DynamicCache(). An assistant needs a method without a state"
         )
 
     def _select(self, select: Callable[[Tensor], Tensor]) -> None:

@@ -7,6 +7,7 @@ window. Its module says at its call how long it is, and its mask that it has one
 """
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections import OrderedDict
@@ -139,7 +140,8 @@ def attention_modules(model: nn.Module) -> Iterator[AttentionModule]:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is one that computes attention, through the interface or not."""
-    return isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
+    says_so = isinstance(getattr(module, "is_causal", None), bool) or "Attention" in type(module).__name__
+    return says_so or (not isinstance(module, PreTrainedModel) and uses_interface(type(module)))
 
 
 def window_of(module: nn.Module, config: PreTrainedConfig) -> int | None:
@@ -232,7 +234,12 @@ class Snapshot(contextlib.AbstractContextManager["Snapshot", None]):
 
 def uses_interface(kind: type[nn.Module]) -> bool:
     """Whether a class, or one that it derives from, asks Transformers' attention interface, by its code."""
-    functions = (inspect.unwrap(x) for cls in kind.__mro__ for x in vars(cls).values() if callable(x))
+    return any(map(_asks_interface, kind.__mro__))
+
+
+@functools.cache
+def _asks_interface(kind: type) -> bool:
+    functions = (inspect.unwrap(x) for x in vars(kind).values() if callable(x))
     return any(inspect.isfunction(x) and "ALL_ATTENTION_FUNCTIONS" in x.__code__.co_names for x in functions)
 
 

@@ -18,6 +18,7 @@ from hf_efficient_attn.methods._shared.config import MethodConfig as MethodConfi
 from hf_efficient_attn.methods._shared.config import Recurrence as Recurrence
 from hf_efficient_attn.methods._shared.config import ShardedForm as ShardedForm
 from hf_efficient_attn.methods._shared.config import option as option
+from hf_efficient_attn.methods._shared.config import refuse as refuse
 from hf_efficient_attn.methods._shared.parts import attention_with_state as attention_with_state
 from hf_efficient_attn.methods._shared.parts import sharded_attention as sharded_attention
 from hf_efficient_attn.methods._shared.parts import update_state as update_state

@@ -88,13 +88,9 @@ class AutoAttentionConfig(MethodConfig):
         """Return the number of keys up to which calls of this size, dtype and device are exact."""
         if self.crossover:
             return max(self.crossover, self.columns)
+        cost = _COST * self.columns * (_HEAD_DIM / head_dim) ** _HEAD_POWER
         length = crossover_length(
-            self.switches_to,
-            num_heads * head_dim,
-            dtype=dtype,
-            is_causal=is_causal,
-            device=device,
-            relative_cost=_COST * self.columns * (_HEAD_DIM / head_dim) ** _HEAD_POWER,
+            self.switches_to, num_heads * head_dim, dtype=dtype, is_causal=is_causal, device=device, relative_cost=cost
         )
         if self.max_error and not is_causal:
             length = attempts.worthwhile_length(length)

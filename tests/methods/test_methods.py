@@ -1,10 +1,12 @@
 """The methods: the arguments of a call, configs, registration, functional forms, numbers by hand."""
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,6 +108,7 @@ def test_config_round_trip(instance):
     assert make_config(instance.method, **instance.hyperparameters) == config
     assert make_config(config, seed=5) == dataclasses.replace(config, seed=5)
     assert hash(config) == hash(dataclasses.replace(config))
+    assert with_field("size", methods.option(3, "Help."))(size=[[1, [2]]]).size == ((1, (2,)),)
 
 
 @each_method
@@ -117,13 +120,14 @@ def test_config_fields(instance):
         assert len(spec.metadata["help"]) > 10 and spec.metadata["help"].endswith(".")
         refuses(None, setattr, config, spec.name, spec.default, error=dataclasses.FrozenInstanceError)
         if minimum is not None:
-            fraction = float("nan") if isinstance(spec.default, float) else 1.5
-            right, wrong = [], (minimum - 1, 2**31, fraction, "3", None, True)
+            right, fraction = ([np.float64(minimum)], torch.nan) if isinstance(spec.default, float) else ([], 1.5)
+            wrong = (minimum - 1, 2**31, fraction, "3", None, True)
         elif isinstance(spec.default, bool):
             right, wrong = [not spec.default], (0, 1, "true", None)
         else:
-            right, wrong = choices, ("x" + spec.default, 3, None, [], True)
-        assert all(getattr(instance.config(**{spec.name: x}), spec.name) == x for x in right)
+            right, wrong = [*choices, np.str_(choices[0])], ("x" + spec.default, 3, None, [], True)
+        made = {x: instance.config(**{spec.name: x}) for x in right}
+        assert all(getattr(c, spec.name) == x and ast.literal_eval(c.text) == c.to_dict() for x, c in made.items())
         known = "Known: " if choices is not None else ""
         for value in wrong:
             refuses(rf"{instance.method}: {spec.name}=.*{known}", instance.config, **{spec.name: value})
@@ -144,6 +148,7 @@ def test_config_fields(instance):
         (lambda: hea.NystromformerConfig(conv_kernel_size=4), "conv_kernel_size=4 is even"),
         (lambda: hea.LinearConfig(feature_map="hedghog"), "Did you mean 'hedgehog'"),
         (lambda: hea.KDEformerConfig(64), "takes hyperparameters by name"),
+        (lambda: make_config(type("Own", (hea.KDEformerConfig,), {})()), "Own is not its config class: give KDEform"),
     ],
 )
 def test_wrong_configs(work, message):
@@ -200,7 +205,7 @@ def with_field(name: str, default=None):
 # (message, facts of a class or what is no such class, functions)
 INCOMPLETE = [
     *(("special meaning", {"method": x}, {}) for x in ("my_flash", "a/b", "sdpa2", "flex_attention_x", "a|b")),
-    *(("must be a Python identifier", {"method": x}, {}) for x in ("my-method", "two words", "eager")),
+    *(("must be a Python identifier", {"method": x}, {}) for x in ("my-method", "two words", "eager", 3)),
     *((f"the class attributes {fact} are missing", {fact: ""}, {}) for fact in FACTS),
     ("needs a forward and a naive form", {}, {"naive": None}),
     ("must be given together", {"learned_parameters": ("weight",)}, {}),
@@ -212,7 +217,14 @@ INCOMPLETE = [
     *(("must be a subclass of MethodConfig", x, {}) for x in (FACTS, FACTS["method"], int, BrokenConfig())),
     ("'size' needs a default", with_field("size"), {}),
     *((f"'{name}' cannot be the name of a hyperparameter", with_field(name, methods.option(3, "Help.")), {})
-      for name in ("scale", "is_causal", "layers")),
+      for name in ("scale", "is_causal", "layers", "query", "method_or_config", "text", "cost", "with_budget")),
+    *((f"'{name}' cannot be the name of a hyperp", {"learned_parameters": (name,)}, {})
+      for name in ("scale", "seed", "names", "half", "class")),
+    *(("must be a tuple of names", {"learned_parameters": x}, {}) for x in ("gain", ["gain"], (3,), ("a b",))),
+    *(("pairs .name, weight", {"budget": x}, {}) for x in ((("size", 1),), (("compute_dtype", 1),), ("seed", 1))),
+    ("must call super", {"__post_init__": lambda self: None}, {}),
+    *((r"size=.* must be None, True, False, a finite", with_field("size", methods.option(x, "Help.")), {})
+      for x in (float("inf"), frozenset(), torch.float32, ((torch.ones(2),),))),
 ]  # fmt: skip
 
 
@@ -235,6 +247,8 @@ def test_a_registered_method_is_available_at_once_and_can_be_replaced():
         out = instance(*tensors)
         assert out.abs().sum() > 0 and torch.equal(hea.functional.correct_attention(*tensors), out)
         assert hea.Config is config_class and "Config" in dir(hea)
+        with broken("ignores_causality"):  # which has a class of the same name
+            assert hea.Config is config_class
         methods.on_register(names.append)
         assert set(names) == set(hea.available_methods())
         other = type("Other", (config_class,), {"title": "Another title"})

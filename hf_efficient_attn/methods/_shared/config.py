@@ -1,8 +1,10 @@
 """The hyperparameters and facts that a method declares, the arguments that its forms get, and refusals of calls."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -40,6 +42,22 @@ def option(
     return field(default=default, metadata={"help": help, **limits, "carried": carried})
 
 
+def _plain(value: Any) -> Any:
+    """The value without a type of its own, such as numpy's float and an enum, and lists, as in JSON, as tuples."""
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(x) for x in value)
+    kind = next((x for x in (bool, int, float, str) if isinstance(value, x)), None)
+    return value if kind in (None, type(value)) else kind(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether JSON and Python code can hold what `_plain` returned."""
+    if isinstance(value, tuple):
+        return all(_is_plain(x) for x in value)
+    return value is None or isinstance(value, (int, str)) or (isinstance(value, float) and abs(value) < math.inf)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodConfig:
     """Hyperparameters of one method. An instance is immutable, and its values are checked when it is made.
@@ -50,8 +68,7 @@ class MethodConfig:
 
     Attributes:
         text: `to_dict()` as Python code.
-        compute_dtype: a hyperparameter of all methods. "bfloat16": float32 queries, keys and values are cast to it on
-            devices and processors that multiply it fast, and the output back to float32.
+        compute_dtype: a hyperparameter of all methods; "bfloat16" has an effect where it is multiplied fast.
         method: the name of the method, which is also its `attn_implementation` in Transformers.
         title: the name as it is written in the text of documents.
         paper: authors, venue and year of the paper.
@@ -72,8 +89,7 @@ class MethodConfig:
         knows_lse: True if the forms return the lse of each query, the log of the sum of its weights, where
             `AttentionOptions.sinks` ask for it. Then models with attention sinks can use the method.
         adds_causal_bias: True if the causal form can add a bias by distance, as `adds_distance_bias` says of the other.
-        exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask, not only for the
-            length and mask of the example. All other methods are refused there.
+        exportable: True if `torch.onnx.export` gives a graph that is right for any length and mask. Others are refused.
         default_rank: the position of the method among the default methods, fastest first. None: no default method.
         default_for: the uses of a default method: "compare", the command `benchmark`; "demo", the command `demo`; and
             "calibrate", the command `analyze` and `hea.calibrate`.
@@ -126,12 +142,10 @@ class MethodConfig:
 
     def __new__(cls: type[ConfigT], *args: object, **hyperparameters: object) -> ConfigT:
         """Refuse unknown hyperparameters as `from_dict` does, where Python raises a TypeError."""
-        if args:
-            raise UnsupportedAttentionError(
-                f"{cls.__name__} takes hyperparameters by name, not {shown(args[0])} alone: "
-                f"{', '.join(f'{name}=...' for name in cls.hyperparameters())}"
-            )
         known = cls.hyperparameters()
+        if args:
+            names = ", ".join(f"{name}=..." for name in known)
+            refuse(f"{cls.__name__} takes hyperparameters by name, not {shown(args[0])} alone: {names}", cls)
         for name in hyperparameters:
             if name not in known:
                 refuse(unknown_name("hyperparameter", name, known), cls)
@@ -139,19 +153,17 @@ class MethodConfig:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            value = getattr(self, spec.name)
-            checks = spec.metadata
-            if isinstance(value, list):  # from a JSON file
-                object.__setattr__(self, spec.name, tuple(value))
-            minimum = checks.get("minimum")
-            maximum = checks.get("maximum", 0)
-            choices = checks.get("choices")
+            value = _plain(getattr(self, spec.name))
+            object.__setattr__(self, spec.name, value)
+            minimum, maximum, choices = (spec.metadata.get(x) for x in ("minimum", "maximum", "choices"))
             setting = f"{spec.name}={value!r}"
             if choices is not None and (not isinstance(value, str) or value not in choices):
                 refuse(f"{setting} is not an allowed value: {unknown_name(spec.name, value, choices)}", self)
             if isinstance(spec.default, bool) and not isinstance(value, bool):
                 refuse(f"{setting} must be True or False", self)
-            if minimum is None:
+            if minimum is None or maximum is None:
+                if not _is_plain(value):
+                    refuse(f"{setting} must be None, True, False, a finite number, a string or a list of these", self)
                 continue
             kind, types = ("a number", (int, float)) if isinstance(spec.default, float) else ("an integer", (int,))
             if isinstance(value, bool) or not isinstance(value, types):
@@ -188,9 +200,7 @@ class MethodConfig:
         values = as_dict(values, f"the argument of {cls.__name__}.from_dict")
         method = values.pop("method", cls.method)
         if method != cls.method:
-            raise UnsupportedAttentionError(
-                f"{cls.__name__} cannot be made from the dictionary of another method, {method!r}"
-            )
+            refuse(f"{cls.__name__} cannot be made from the dictionary of another method, {method!r}", cls)
         return cls(**values)
 
     @property
@@ -213,8 +223,7 @@ class MethodConfig:
     def adds_distance_bias(self) -> bool:
         """Whether it can add a bias to the scores that depends on the distance of key and query, as T5 has it.
 
-        A method can if it computes the scores of all pairs that it attends to, or knows where the keys of its far field
-        are. `adds_causal_bias` says the same of its causal form.
+        A method can if it computes the scores of all its pairs, or knows where the keys of its far field are.
         """
         return False
 
@@ -306,8 +315,7 @@ class HiddenProjections(NamedTuple):
 
 # See `register_method`.
 AttentionForward: TypeAlias = Callable[[ConfigT, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-# See `Recurrence`.
-State: TypeAlias = tuple[Tensor, ...]
+State: TypeAlias = tuple[Tensor, ...]  # see `Recurrence`
 
 
 @dataclass(frozen=True)
@@ -354,27 +362,18 @@ class ShardedForm(Generic[ConfigT]):
 # The arguments of `attention` besides tensors and hyperparameters, and what other packages call them.
 ARGUMENTS = ("attention_mask", "is_causal", "scale", "dropout_p", "parameters", "distance_bias", "heads", "sinks")
 MASK_ADVICE = "use attention_mask, bool (B, Nk), True = attend, and is_causal"
-_BIAS = "use distance_bias, which depends on the distance alone; a bias for every pair is not supported"
-_NO_WEIGHTS = "leave it out, because no matrix of weights is computed"
-# Maps arguments of attention in PyTorch and Transformers, and of `hea.convert`, to what to do instead.
-_ELSEWHERE = {
-    "attn_mask": MASK_ADVICE,
-    "mask": MASK_ADVICE,
-    "key_mask": MASK_ADVICE,
-    "padding_mask": MASK_ADVICE,
-    "key_padding_mask": f"{MASK_ADVICE}; key_padding_mask is True for padding, so give its opposite",
-    "causal": "use is_causal",
-    "scaling": "use scale",
-    "softmax_scale": "use scale",
-    "dropout": "use dropout_p",
-    "attention_dropout": "use dropout_p",
-    "enable_gqa": "leave it out, because key and value may always have fewer heads than the query",
-    "output_attentions": _NO_WEIGHTS,
-    "need_weights": _NO_WEIGHTS,
-    "attn_bias": _BIAS,
-    "position_bias": _BIAS,
-    "dropout_p": "the naive form has no dropout",
-    "layers": "it belongs to hea.convert, because this call is one layer",
+# What to do instead of arguments of attention in PyTorch and Transformers, and of `hea.convert`, and their names.
+_INSTEAD = {
+    MASK_ADVICE: ("attn_mask", "mask", "key_mask", "padding_mask"),
+    f"{MASK_ADVICE}; key_padding_mask is True for padding, so give its opposite": ("key_padding_mask",),
+    "use is_causal": ("causal",),
+    "use scale": ("scaling", "softmax_scale"),
+    "use dropout_p": ("dropout", "attention_dropout"),
+    "leave it out, because key and value may always have fewer heads than the query": ("enable_gqa",),
+    "leave it out, because no matrix of weights is computed": ("output_attentions", "need_weights"),
+    "use distance_bias, which depends on the distance alone, not on the pair": ("attn_bias", "position_bias"),
+    "the naive form has no dropout": ("dropout_p",),
+    "it belongs to hea.convert, because this call is one layer": ("layers",),
 }
 
 
@@ -382,9 +381,10 @@ def check_names(config: MethodConfig, hyperparameters: Mapping[str, Any]) -> Non
     """Refuse keyword arguments of a call that are neither hyperparameters nor learned parameters, which are tensors."""
     known = (*config.hyperparameters(), *config.learned_parameters)
     for name, value in hyperparameters.items():
-        if name in _ELSEWHERE and name not in known:
-            refuse(f"{name!r} is no argument here: {_ELSEWHERE[name]}", config)
         if name not in known:
+            for advice, names in _INSTEAD.items():
+                if name in names:
+                    refuse(f"{name!r} is no argument here: {advice}", config)
             refuse(unknown_name("hyperparameter", name, (*known, *ARGUMENTS)), config)
         if name in config.learned_parameters and not isinstance(value, Tensor):
             refuse(no_tensor(name, value), config)

@@ -66,13 +66,12 @@ def without_padding(
     """
     table = options.distance_bias
     call: dict[str, Any] = {"scale": options.scale, "dropout_p": options.dropout_p}
-    with_lse = options.with_lse
 
     def form_of_length(query: Tensor, key: Tensor, value: Tensor, *bias: Bias) -> Tensor:
         if key.shape[1] > exact_length:
             return rounded(form(query, key, value, *bias), _dtype(value, options))
         if not bias:
-            return exact_attention(query, key, value, is_causal=False, with_lse=with_lse, **call)
+            return exact_attention(query, key, value, is_causal=False, with_lse=options.with_lse, **call)
         return attend(query[:, None], key[:, None], value[:, None], bias[0].of_pairs()[:, None], **call).out[:, 0]
 
     def of_all_lengths(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:  # (BH, N, .)
@@ -92,7 +91,7 @@ def without_padding(
         if found == [[query.shape[1], key.shape[1]]]:
             return form_of_length(query, key, value, *bias)
         # (BH, Nq, Dv)
-        out = value.new_zeros(*query.shape[:2], value.shape[2] + with_lse, dtype=_dtype(value, options))
+        out = value.new_zeros(*query.shape[:2], value.shape[2] + options.with_lse, dtype=_dtype(value, options))
         if all(0 in count for count in found):
             return with_zero_gradients(out, query, key, value, table)
         for count in found:

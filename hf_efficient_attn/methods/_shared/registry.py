@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -28,8 +29,11 @@ from hf_efficient_attn.ops.tracing import unrecorded
 # Transformers interprets these parts of the name of an attention implementation.
 _RESERVED = ("flash", "/", "sdpa", "flex_attention", "|")
 _FACTS = ("method", "title", "paper", "year", "causal", "rectangular", "summary")
-# Arguments of `attention` and keys of `config.efficient_attention`.
-_TAKEN = ("method", "layers", "version", *ARGUMENTS)
+# Arguments of `attention` and `hea.convert`, keys of `config.efficient_attention`, and attributes of a config.
+_CALL = ("model", "method_or_config", "query", "key", "value", "layers", "version", "calibrated_length", *ARGUMENTS)
+_TAKEN = {*_CALL, *dir(MethodConfig), *MethodConfig.__dataclass_fields__} - {"compute_dtype"}
+# Attributes of the module that holds learned parameters (`hf_efficient_attn.integration.learned`).
+_OF_MODULE = {*dir(nn.Module()), "names", "sizes", "start_values", "take", "tensors"}
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class _Methods(dict[str, Method]):
 
 
 METHODS = _Methods()
+# The config classes of all methods, and of those that were replaced, whose configs models go on with.
+_CONFIG_CLASSES: set[type[MethodConfig]] = set()
 _LISTENERS: list[Callable[[str], None]] = []
 
 
@@ -151,24 +157,17 @@ def register_method(
     """
     _check(config_class, forward, naive, initial_parameters, recurrence)
     name = config_class.method
-    facts = (f.name for f in dataclasses.fields(MethodInfo))
     if name in METHODS and not replace:
-        raise UnsupportedAttentionError(
-            f"a method named {name!r} is registered already: choose another name, or pass replace=True to replace it"
-        )
-    others: dict[str, Any] = {"name": name, "recurrent": recurrence is not None, "config_class": config_class}
-    METHODS[name] = Method(
-        info=MethodInfo(**{fact: others[fact] if fact in others else getattr(config_class, fact) for fact in facts}),
-        default=config_class(),
-        forward=forward,
-        naive=naive,
-        decode=decode,
-        initial_parameters=_sized(initial_parameters or (lambda config, **sizes: {})),
-        starts_from=starts_from or {},
-        recurrence=recurrence,
-        forward_hidden_states=forward_hidden_states,
-        sharded=sharded,
-    )
+        refuse("a method of this name is registered already: choose another, or pass replace=True", config_class)
+    default = config_class()
+    if "text" not in vars(default):
+        refuse(f"__post_init__ of {config_class.__name__} must call super().__post_init__()", config_class)
+    facts: dict[str, Any] = {f.name: getattr(config_class, f.name, None) for f in dataclasses.fields(MethodInfo)}
+    facts |= {"name": name, "recurrent": recurrence is not None, "config_class": config_class}
+    initial = _sized(initial_parameters or (lambda config, **sizes: {}))
+    forms = forward, naive, decode, initial, starts_from or {}, recurrence, forward_hidden_states, sharded
+    METHODS[name] = Method(MethodInfo(**facts), default, *forms)
+    _CONFIG_CLASSES.add(config_class)
     parameter_shapes.cache_clear()  # a method that is registered again may learn other parameters
     for listener in _LISTENERS:
         listener(name)
@@ -199,15 +198,23 @@ def _check(
         refuse(f"the class attributes {', '.join(missing)} are missing; MethodConfig documents them")
     name = config_class.method
     for part in _RESERVED:
-        if part in name:
+        if part in str(name):
             refuse(f"method={name!r} must not contain {part!r}, because Transformers gives it a special meaning")
-    if not name.isidentifier() or name == "eager":
+    if not isinstance(name, str) or not name.isidentifier() or name == "eager":
         refuse(f"method={name!r} must be a Python identifier other than 'eager'")
     if any(isinstance(value, dataclasses.Field) for value in vars(config_class).values()):
         refuse("decorate the class with @dataclass(frozen=True, kw_only=True)")
+    minima = {spec.name: spec.metadata.get("minimum") for spec in dataclasses.fields(config_class)}
+    learned = config_class.learned_parameters
+    if not isinstance(learned, tuple) or not all(isinstance(x, str) and x.isidentifier() for x in learned):
+        refuse(f"learned_parameters={learned!r} must be a tuple of names, such as ('weight',)")
+    names = [*minima, *learned]
+    for x in names:
+        if x in _TAKEN or (x in learned and x in _OF_MODULE) or names.count(x) > 1 or keyword.iskeyword(x):
+            refuse(f"{x!r} cannot be the name of a hyperparameter or learned parameter: it has another meaning")
+    if not all(isinstance(part, tuple) and minima.get(part[0]) is not None for part in config_class.budget):
+        refuse("budget must consist of pairs (name, weight), of hyperparameters that have a minimum")
     for spec in dataclasses.fields(config_class):
-        if spec.name in _TAKEN:
-            refuse(f"{spec.name!r} cannot be the name of a hyperparameter, because it has another meaning in a call")
         if spec.default is dataclasses.MISSING:
             refuse(f"the hyperparameter {spec.name!r} needs a default; declare it with `option`")
     if "seed" not in config_class.hyperparameters():
@@ -276,10 +283,7 @@ def _no_method(value: object) -> str:
         order = "before the tensors: hea.attention(method, query, key, value)"
         if isinstance(value, nn.Module):
             order = "after the model: hea.convert(model, method)"
-        return (
-            f"a {type(value).__name__} is no attention method: give a name from hea.available_methods(), or a method's "
-            f"config, {order}"
-        )
+        return f"a {type(value).__name__} is no attention method: give the name or the config of one, {order}"
     return unknown_method(value, METHODS)
 
 
@@ -296,9 +300,14 @@ def make_config(method_or_config: str | MethodConfig, **hyperparameters: Any) ->
     """Make a config from a method's name and hyperparameters, or from a config with some of its values replaced.
 
     Raises:
-        UnsupportedAttentionError: the method or a hyperparameter is unknown, or a value is not allowed.
+        UnsupportedAttentionError: the method or a hyperparameter is unknown, a value is not allowed, or the config is
+            of a class that was not registered. Graphs and saved models would contain the registered class.
     """
     config = method_or_config if isinstance(method_or_config, MethodConfig) else get_method(method_or_config).default
+    if type(config) not in _CONFIG_CLASSES:
+        own = type(config).__name__
+        right = get_method(config.method).info.config_class.__name__
+        refuse(f"{own} is not its config class: give {right}(...), or register {own} with another `method`", config)
     return dataclasses.replace(config, **hyperparameters) if hyperparameters else config
 
 
@@ -325,9 +334,8 @@ def check_parameters(config: MethodConfig, query: Tensor, options: AttentionOpti
         shape = shapes.get(name, ())
         is_count = bool(found) and (num_heads % max(1, found[0]) == 0 if grouped else found[0] == num_heads)
         if not shape or not is_count or found[1:] != shape[1:]:
-            tensor = (
-                f"a tensor {tuple(shape)}{' or one for the key heads' if grouped else ''}" if shape else f"no {name}"
-            )
+            other = " or one for the key heads" if grouped else ""
+            tensor = f"a tensor {tuple(shape)}{other}" if shape else f"no {name}"
             advice = f"give {tensor}, or hyperparameters that learn {'nothing' if shape else 'it'}"
             what = f"{config} and {num_heads} heads with head_dim={head_dim}"
             refuse(f"{name} {found or None} does not match {what}: {advice}", config)
