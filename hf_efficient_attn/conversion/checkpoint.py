@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_efficient_attn.checkpoint import open_checkpoint
@@ -127,8 +127,7 @@ class Conversion:
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer, as `switch` does."""
-        model, length = self.model, self._max_length
-        positions = num_positions(model)
+        model, length, positions = self.model, self._max_length, num_positions(self.model)
         # Rotary positions are computed.
         if length is None or (is_rotary(model.config) and positions is not None and length <= positions):
             return
@@ -202,6 +201,11 @@ class Conversion:
         config.architectures = list(checked.config.get("architectures") or [type(self.model).__name__])
         with quiet(), refusing("config.json of the result", OSError):
             config.save_pretrained(draft)
+            # Configs of older checkpoints contain settings of generation, which `config` does not keep.
+            if self.model.can_generate() and "generation_config.json" not in checked.companions:
+                options = {"config_file_name": "config.json", "_from_model_config": True}
+                settings = GenerationConfig.from_pretrained(checked.folder, local_files_only=True, **options)
+                settings.to_json_file(draft / "generation_config.json")  # save_pretrained refuses settings without effect
         write_weights(draft, checked.weights, new, names)
         for companion in checked.companions:
             (draft / companion).parent.mkdir(parents=True, exist_ok=True)
