@@ -303,6 +303,7 @@ def analyze_checkpoint(
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
     inputs = ModelData(model, checked.folder, data, longest=wanted, rows=rows, shorter=length is None)
+    inputs.mask_token = None  # no token of a masked language model is masked
     if not inputs.is_image:
         wanted = inputs.longest
     elif length is None:
