@@ -36,7 +36,7 @@ _lengths = (
     "Numbers of tokens; repeated or separated by commas. Pictures are resized to about as many. [default: up to four "
     "times the model's maximum, as far as a minute, or --minutes, allows]"
 )
-_rows = "Inputs on which the agreement is measured. [default: 4 texts, 32 pictures]"
+_rows = "Inputs on which the agreement is measured, a multiple of --batch. [default: 4 texts, 32 pictures]"
 _new_tokens = (
     "The last N tokens of each length are generated, to measure the speed of generation of a causal language model; 0 "
     "measures none."
@@ -87,6 +87,9 @@ def benchmark(
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
         if card:
             make_card(output)  # refuses a README.md that cannot be kept before the work
+    if rows is not None and rows % batch:
+        whole = rows - rows % batch or batch
+        raise UnsupportedAttentionError(f"--rows {rows} is no multiple of --batch {batch}: give --rows {whole}")
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
     place, kind = common.parse_device(device), common.parse_dtype(dtype)

@@ -111,6 +111,7 @@ def benchmark_checkpoint(
             timing.check_memory(model, longest, procedure.batch)
         wanted = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
         inputs = ModelData(model, checked.folder, data, longest=longest, rows=wanted, shorter=lengths is None)
+        inputs.rows -= inputs.rows % min(inputs.rows, procedure.batch)  # all passes have as many inputs
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)

@@ -307,13 +307,13 @@ def test_table_and_files(made, text, figures, tmp_path, capsys):
             "--batch", 3, "--data", text, "--output", folder]  # fmt: skip
     out, err = shown(capsys, *line)
     assert err == ""
-    for part in ("| tokens | attention", "longformer (window_size=4)", "4 inputs of words.txt", "pay",
+    for part in ("| tokens | attention", "longformer (window_size=4)", "3 inputs of words.txt", "pay",
                  "seconds: median of the forward passes of 3 inputs.", "\nRecommended at 60 tokens: "):  # fmt: skip
         assert part in out
     assert sorted(tree(folder)) == ["benchmark.json", "benchmark.png"]
     result = read(folder, "benchmark.json")
-    # The agreement is that of four inputs, in two passes.
-    assert result["data"] == {"name": "words.txt", "rows": 4} and result["recommended"] in ("sdpa", *result["labels"])
+    # Of the default of four inputs whole batches: one.
+    assert result["data"] == {"name": "words.txt", "rows": 3} and result["recommended"] in ("sdpa", *result["labels"])
     assert {row["batch"] for row in result["measurements"]} == {3}
     assert (folder / "benchmark.png").read_bytes()[:4] == b"\x89PNG"
     result["measurements"][-1]["error"] = 7.0  # one large error does not determine the scale
