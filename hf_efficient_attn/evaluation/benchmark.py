@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import capture, comparison, defaults, timing
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
@@ -115,6 +116,11 @@ def benchmark_checkpoint(
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)
+        if task == "causal-lm" and procedure.new_tokens >= chosen[0]:
+            raise UnsupportedAttentionError(
+                f"--new-tokens {procedure.new_tokens} leaves no prompt of {chosen[0]} tokens: give a smaller number, 0 "
+                "for no generation, or larger --lengths"
+            )
         notes = [None if is_image else allow_length(model, chosen[-1])]
         if is_pair and own is None:
             notes.append(

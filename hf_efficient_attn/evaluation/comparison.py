@@ -217,7 +217,7 @@ class LengthComparison:
     def _time_generation(self, label: str, inputs: Inputs) -> tuple[float | None, float | None]:
         """Seconds to the first token, and tokens per second, at the end of inputs; None without a generation."""
         new_tokens = self._procedure.new_tokens
-        if self._data.task != "causal-lm" or not 1 < new_tokens < inputs.tokens:
+        if self._data.task != "causal-lm" or new_tokens < 2:
             return None, None
         prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
         return timing.time_generation(self._variants[label].model, prompts, new_tokens, self._procedure.rounds)
