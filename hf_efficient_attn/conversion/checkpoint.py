@@ -293,7 +293,7 @@ def describe(groups: Sequence[Mapping[str, Any]], positions: int | None) -> list
     sentences = []
     for group in groups:
         where = f" (layers {ranges(group['layers'])})" if len(groups) > 1 else ""
-        what = "differs from exact attention at every length: measure it (hf-efficient-attn benchmark), or train it"
+        what = "differs from exact attention at every length: measure it (hea.attention_error), or train it"
         if group["tokens"]:
             what = f"up to {group['tokens']} tokens are computed exactly, more are approximated"
         sentences.append(f"{group['method']}{where}: {what}")

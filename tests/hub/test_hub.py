@@ -127,7 +127,7 @@ STATEMENTS = {
     ),
     "no measurements": (
         {},
-        ['Not measured. `hf-efficient-attn benchmark "ORG/NAME"` compares the model with exact attention.'],
+        ['Not measured. `hf-efficient-attn benchmark "ORG/NAME"` compares a model of text or pictures with exact'],
         ["calibrated", "is not part of"],
     ),
     "exact again": (
@@ -521,7 +521,7 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch):
 
 
 def test_incomplete_measurements_are_reported(folder):
-    command = f"'hf-efficient-attn benchmark {folder} --card' adds them"
+    command = f"'hf-efficient-attn benchmark {folder} --card' adds them for text and pictures"
     for changes, expected in (({"complete": False}, (f"no complete measurements: {command}",)), ({}, ())):
         (folder / "benchmark.json").write_text(json.dumps(converted.benchmark(**changes)))
         assert hub.plan_push(folder, REPOSITORY).problems == expected
