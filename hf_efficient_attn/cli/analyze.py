@@ -77,7 +77,6 @@ def analyze(
         max_error=limit, per_layer=calibrate is not None, execution=execution,
     )  # fmt: skip
     result, status = common.until_interrupted(work, threads)
-
     options = [*["--allow-pickle"] * allow_pickle, *(f"--import={path}" for path in context.params["own_files"])]
 
     def with_command(config: pathlib.Path | None) -> dict[str, Any]:
@@ -118,10 +117,9 @@ def _execution(minutes: float | None, *, is_silent: bool) -> "Execution":
 
 
 def _apply_command(source: str, result: dict[str, Any], config: pathlib.Path | None, options: list[str]) -> str | None:
-    """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
+    """The command line, with `options`, that applies a recommendation, quoted for a shell; None if there is none.
 
     Without `config`, the file that the result is written to, the command writes the recommendation into a file first.
-    `options` are those of `analyze` with which it reads the checkpoint and knows the methods.
     """
     if result["calibrated"] is None:
         return None

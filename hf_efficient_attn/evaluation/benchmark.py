@@ -104,8 +104,7 @@ def benchmark_checkpoint(
         own = None if name is None else settings_of(model.config, name)
         is_pair, is_image = is_encoder_decoder(model), capture.takes_pictures(model)
         settings = _settings(methods, own, model)
-        # The model's own number, before its positions are extended.
-        native = num_positions(model)
+        native = num_positions(model)  # the model's own number, before its positions are extended
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:
@@ -118,8 +117,7 @@ def benchmark_checkpoint(
             inputs.check_length(length)
         if task == "causal-lm" and procedure.new_tokens >= chosen[0]:
             raise UnsupportedAttentionError(
-                f"--new-tokens {procedure.new_tokens} leaves no prompt of {chosen[0]} tokens: give a smaller number, 0 "
-                "for no generation, or larger --lengths"
+                f"--new-tokens {procedure.new_tokens} leaves no prompt of {chosen[0]} tokens: give less, or 0 for none"
             )
         notes = [None if is_image else allow_length(model, chosen[-1])]
         if is_pair and own is None:

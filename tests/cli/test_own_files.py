@@ -51,7 +51,7 @@ def test_a_method_of_ones_own_in_the_commands(made, text, tmp_path, capsys):
     about = shown(capsys, "info", "random_keys", *own).out
     assert {"config class: RandomKeysConfig", "module: random_keys"} <= set(about.splitlines())
     assert "random_keys" in [entry["name"] for entry in run_json(capsys, "methods", *own)]
-    options = "--length 60 --methods random_keys --budgets 16 --max-error 9 --allow-pickle".split()
+    options = ["--length", "60", "--methods", "random_keys", "--budgets", "16", "--max-error", "9", "--allow-pickle"]
     words = run_json(capsys, "analyze", made("bert"), "--data", text, *options, *own)["command"].split()
     assert words[-4:-2] == ["--allow-pickle", f"--import={EXAMPLE}"]
     out, small = tmp_path / "out", ("--set", "num_samples=16")
