@@ -46,7 +46,6 @@ def benchmark(method: str = "kdeformer", layers=None, **changes) -> dict:
         "data": {"name": "book.txt", "rows": 8},
         "agreement": "top1",
         "measurements": measured,
-        "pays_from": {method: 128, "linear": None},
         **changes,
     }
 

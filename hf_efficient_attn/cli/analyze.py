@@ -35,6 +35,7 @@ _calibrate = (
 
 @common.command("analyze bert-base-uncased --data book.txt --calibrate 0.2 --output inside")
 def analyze(
+    context: typer.Context,
     source: common.Source,
     data: Data,
     length: Annotated[int | None, typer.Option(metavar="N", min=2, show_default=False, help=_length)] = None,
@@ -76,9 +77,10 @@ def analyze(
         max_error=limit, per_layer=calibrate is not None, execution=execution,
     )  # fmt: skip
     result, status = common.until_interrupted(work, threads)
+    options = [*["--allow-pickle"] * allow_pickle, *(f"--import={path}" for path in context.params["own_files"])]
 
     def with_command(config: pathlib.Path | None) -> dict[str, Any]:
-        return {**result, "command": _apply_command(source, result, config)}
+        return {**result, "command": _apply_command(source, result, config, options)}
 
     written = [] if output is None else write_results(with_command, output, "analysis", draw_analysis, force=force)
     result = with_command(written[0] if written else None)
@@ -114,8 +116,8 @@ def _execution(minutes: float | None, *, is_silent: bool) -> "Execution":
     return Execution(minutes, add, begin)
 
 
-def _apply_command(source: str, result: dict[str, Any], config: pathlib.Path | None) -> str | None:
-    """The command line that applies a recommendation, quoted for a shell; None if nothing is recommended.
+def _apply_command(source: str, result: dict[str, Any], config: pathlib.Path | None, options: list[str]) -> str | None:
+    """The command line, with `options`, that applies a recommendation, quoted for a shell; None if there is none.
 
     Without `config`, the file that the result is written to, the command writes the recommendation into a file first.
     """
@@ -127,7 +129,7 @@ def _apply_command(source: str, result: dict[str, Any], config: pathlib.Path | N
     if result["max_length"] is not None:
         words += ["--max-length", str(result["max_length"])]
     name = str(result["source"]).rpartition("/")[2].lstrip("-") + "-efficient"
-    return before + shlex.join(["hf-efficient-attn", "convert", source, *words, "-o", name])
+    return before + shlex.join(["hf-efficient-attn", "convert", source, *words, *options, "-o", name])
 
 
 def _mean(heads: list[float] | None, digits: int) -> str:

@@ -36,7 +36,7 @@ _lengths = (
     "Numbers of tokens; repeated or separated by commas. Pictures are resized to about as many. [default: up to four "
     "times the model's maximum, as far as a minute, or --minutes, allows]"
 )
-_rows = "Inputs on which the agreement is measured. [default: 4 texts, 32 pictures]"
+_rows = "Inputs on which the agreement is measured, a multiple of --batch. [default: 4 texts, 32 pictures]"
 _new_tokens = (
     "The last N tokens of each length are generated, to measure the speed of generation of a causal language model; 0 "
     "measures none."
@@ -79,7 +79,7 @@ def benchmark(
     from hf_efficient_attn.hub.card import Facts, make_card, write_card
     from hf_efficient_attn.io.writing import check_folder, write_results
 
-    chosen = common.parse_methods(methods, setting)
+    given = source, common.parse_methods(methods, setting) or None, common.parse_lengths(lengths) or None
     if card and output is not None:
         raise UnsupportedAttentionError("with --card the results are written into SOURCE: leave --output out")
     output = Facts(source).folder if card else output
@@ -87,11 +87,12 @@ def benchmark(
         check_folder(output, ("benchmark.json", "benchmark.png"), force=force)
         if card:
             make_card(output)  # refuses a README.md that cannot be kept before the work
+    if rows is not None and rows % batch:
+        raise UnsupportedAttentionError(f"--rows {rows} is not a number of whole batches: give a multiple of {batch}")
     if new_tokens == 1:
         raise UnsupportedAttentionError("--new-tokens 1: the first token comes with the prompt: give 2 or more, or 0")
     place, kind = common.parse_device(device), common.parse_dtype(dtype)
     report = Report(Procedure(batch, rounds, memory, rows, place, kind, new_tokens), is_silent=as_json)
-    given = source, chosen or None, common.parse_lengths(lengths) or None
     result, status = report.run(minutes, threads, *given, data=data, allow_pickle=allow_pickle)
     # A published card does not lose its measurements because of Ctrl-C.
     is_kept = card and status != 0

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_efficient_attn.checkpoint import open_checkpoint
@@ -128,11 +128,9 @@ class Conversion:
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer, as `switch` does."""
-        model, length = self.model, self._max_length
-        positions = num_positions(model)
-        # Rotary positions are computed.
+        model, length, positions = self.model, self._max_length, num_positions(self.model)
         if length is None or (is_rotary(model.config) and positions is not None and length <= positions):
-            return
+            return  # rotary positions are computed
         with refusing(f"--max-length {length}"):
             extend_positions(model, length)
 
@@ -208,6 +206,10 @@ class Conversion:
             for name, part in parts_of(config).items():
                 part.dtype = parts_of(declared)[name].dtype
             config.save_pretrained(draft)
+            # Configs of older checkpoints contain settings of generation, which `config` does not keep.
+            if self.model.can_generate() and "generation_config.json" not in checked.companions:
+                settings = GenerationConfig.from_pretrained(checked.folder, "config.json", _from_model_config=True)
+                settings.to_json_file(draft / "generation_config.json")  # save_pretrained refuses unused settings
         write_weights(draft, checked.weights, new, names)
         for companion in checked.companions:
             (draft / companion).parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +297,7 @@ def describe(groups: Sequence[Mapping[str, Any]], positions: int | None) -> list
     sentences = []
     for group in groups:
         where = f" (layers {ranges(group['layers'])})" if len(groups) > 1 else ""
-        what = "differs from exact attention at every length: measure it (hf-efficient-attn benchmark), or train it"
+        what = "differs from exact attention at every length: measure it (hea.attention_error) or train it"
         if group["tokens"]:
             what = f"up to {group['tokens']} tokens are computed exactly, more are approximated"
         sentences.append(f"{group['method']}{where}: {what}")
@@ -375,8 +377,7 @@ def write_weights(draft: pathlib.Path, weights: Weights, new: Mapping[str, Tenso
         chosen = stored.keys() & names | (added if path == last else set())
         tensors = {name: (new[name] if name in new else stored[name]).contiguous() for name in chosen}
         target = SINGLE if path.name == PICKLED else path.name
-        # Transformers requires the format.
-        save_file(tensors, draft / target, metadata={**metadata, "format": "pt"})
+        save_file(tensors, draft / target, metadata={**metadata, "format": "pt"})  # Transformers requires the format
         shutil.copymode(draft / "config.json", draft / target)  # save_file makes it readable for its owner only
         weight_map |= dict.fromkeys(tensors, target)
         sizes["total_parameters"] += sum(tensor.numel() for tensor in tensors.values())

@@ -84,8 +84,7 @@ def analyze(
     check_positive("max_error", max_error, is_count=False)
     summary = capture.summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
-    execution = execution or Execution()
-    analysis = _Analysis(model, batch, summary, candidates, execution, max_error, per_layer, about or {})
+    analysis = _Analysis(model, batch, summary, candidates, execution or Execution(), max_error, per_layer, about or {})
     with partial_result(lambda: analysis.result(is_over=True)):
         analysis.run()
         found = analysis.result()
@@ -171,8 +170,7 @@ class _Analysis:
         unfinished = dict.fromkeys(label for name, label in names.items() if visited[name] < len(self._visits))
         partial = [label for label in unfinished if label not in missing]
         chosen = self._choose(missing, is_over=is_over)
-        tokens = self._study.tokens
-        settings = calibration.make_settings(chosen, max(tokens[layer] for layer in chosen)) if chosen else None
+        settings = calibration.make_settings(chosen, max(self._study.tokens[x] for x in chosen)) if chosen else None
         return {
             **self.about,
             "layers": [self._entries[name] for name in names if name in self._entries],
@@ -303,6 +301,7 @@ def analyze_checkpoint(
         convert(model, EXACT)
     wanted = length or DEFAULT_LENGTH
     inputs = ModelData(model, checked.folder, data, longest=wanted, rows=rows, shorter=length is None)
+    inputs.mask_token = None  # no token of a masked language model is masked
     if not inputs.is_image:
         wanted = inputs.longest
     elif length is None:
@@ -320,8 +319,7 @@ def analyze_checkpoint(
         )
     elif length is None and batch.tokens < DEFAULT_LENGTH:
         limit = "The model takes" if inputs.is_image else f"{inputs.name} has"
-        larger = f"errors at {DEFAULT_LENGTH} tokens are larger"
-        notes.append(f"{limit} only {batch.tokens} tokens, where methods save little: {larger}.")
+        notes.append(f"{limit} only {batch.tokens} tokens, where methods save little and errors are smaller.")
     about = {
         "source": checked.title,
         "data": {"name": inputs.name, "rows": inputs.rows},

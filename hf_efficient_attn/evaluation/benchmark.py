@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_efficient_attn.checkpoint import load_model, open_checkpoint
 from hf_efficient_attn.conversion.convert import num_positions
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.evaluation import capture, comparison, defaults, timing
 from hf_efficient_attn.evaluation.comparison import AGREEMENT, LengthComparison, Procedure, chunk_label, make_variants
 from hf_efficient_attn.evaluation.data import DOCUMENTATION, Files, ModelData, allow_length, is_encoder_decoder, task_of
@@ -103,17 +104,21 @@ def benchmark_checkpoint(
         own = None if name is None else settings_of(model.config, name)
         is_pair, is_image = is_encoder_decoder(model), capture.takes_pictures(model)
         settings = _settings(methods, own, model)
-        # The model's own number, before its positions are extended.
-        native = num_positions(model)
+        native = num_positions(model)  # the model's own number, before its positions are extended
         longest = max(lengths) if lengths else _LONGEST if is_image else min(4 * (native or _SHORTEST), _LONGEST)
         model.to(procedure.device, procedure.dtype)
         if lengths:
             timing.check_memory(model, longest, procedure.batch)
         wanted = max(procedure.rows or (IMAGE_ROWS if is_image else TEXT_ROWS), procedure.batch)
         inputs = ModelData(model, checked.folder, data, longest=longest, rows=wanted, shorter=lengths is None)
+        inputs.rows -= inputs.rows % min(inputs.rows, procedure.batch)  # all passes have as many inputs
         chosen = sorted({inputs.tokens_for(length) for length in lengths or _default_lengths(inputs, native)})
         for length in chosen:
             inputs.check_length(length)
+        if task == "causal-lm" and procedure.new_tokens >= chosen[0]:
+            raise UnsupportedAttentionError(
+                f"--new-tokens {procedure.new_tokens} leaves no prompt of {chosen[0]} tokens: give less, or 0 for none"
+            )
         notes = [None if is_image else allow_length(model, chosen[-1])]
         if is_pair and own is None:
             notes.append(

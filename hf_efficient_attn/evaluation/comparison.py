@@ -137,19 +137,18 @@ class LengthComparison:
         """Measure the variant with a label, exact attention first; returns a row of the benchmark's "measurements"."""
         passes = self._time_passes(label)
         pairs = self._with_exact_times(label, passes)
-        inputs, answers = passes.inputs, passes.answers
         self._kept = None
-        first_token_seconds, tokens_per_second = self._time_generation(label, inputs)
+        first_token_seconds, tokens_per_second = self._time_generation(label, passes.inputs)
         found, layers, settings = timing.summary(pairs), self._errors.get(label, []), self._variants[label].settings
         values = {} if settings is None else settings.to_dict()
-        compared = list(zip(answers, self._references, strict=True))
+        compared = list(zip(passes.answers, self._references, strict=True))
         ratios = [compare(self._data.task, one.compared, exact.compared) for one, exact in compared]
         return {
             "attention": label,
             "method": values.pop("method", EXACT),
             "settings": {key: x for key, x in values.items() if key not in ("version", "calibrated_length")},
-            "length": inputs.tokens,
-            "pixels": inputs.pixels,
+            "length": passes.inputs.tokens,
+            "pixels": passes.inputs.pixels,
             "batch": min(self._procedure.batch, self._data.rows),
             "seconds": found.seconds,
             "speed_up": found.ratio,
@@ -160,7 +159,7 @@ class LengthComparison:
             "layer_errors": [error if math.isfinite(error) else None for error in layers],
             "output_error": _mean(*(_state_errors(*pair) for pair in compared)),
             "agreement": _mean(*ratios, is_log=self._data.task == "causal-lm"),
-            "perplexity": _mean(*(one.losses for one in answers if one.losses is not None), is_log=True),
+            "perplexity": _mean(*(one.losses for one in passes.answers if one.losses is not None), is_log=True),
             "first_token_seconds": first_token_seconds,
             "tokens_per_second": tokens_per_second,
             "is_first": self._procedure.is_first,
@@ -217,7 +216,7 @@ class LengthComparison:
     def _time_generation(self, label: str, inputs: Inputs) -> tuple[float | None, float | None]:
         """Seconds to the first token, and tokens per second, at the end of inputs; None without a generation."""
         new_tokens = self._procedure.new_tokens
-        if self._data.task != "causal-lm" or not 1 < new_tokens < inputs.tokens:
+        if self._data.task != "causal-lm" or new_tokens < 2:
             return None, None
         prompts = inputs.values["input_ids"][:, : inputs.tokens - new_tokens]
         return timing.time_generation(self._variants[label].model, prompts, new_tokens, self._procedure.rounds)

@@ -169,8 +169,7 @@ def write_card(folder: "str | pathlib.Path", *, name: str | None = None) -> path
     The other files are efficient_attention.json, benchmark.json and distillation.json. The same files give the same
     card, byte for byte. Of a README.md that exists, the part between the markers is replaced, and in the front matter
     the card's own keys. All other text, tags and keys are kept, also those of a README.md without markers. The
-    key `base_model_relation` is not set, because none of its four values (adapter, merge, quantized, finetune)
-    describes a conversion.
+    key `base_model_relation` is not set, because none of its four values describes a conversion.
 
     Args:
         folder: The folder of a checkpoint whose config names a method of this package; or that was converted back to
@@ -213,7 +212,7 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
         environment.filters |= {"text": escape, "quote": shlex.quote}
         body = environment.get_template("card.md.jinja").render(_context(facts, title))
         body = re.sub(r"\n{3,}", "\n\n", body).strip()
-    origin = facts.origin
+    origin, old = facts.origin, card.data.to_dict()
     tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
     # The card's own keys of the front matter.
     new = ModelCardData(
@@ -224,7 +223,6 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
         pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
     ).to_dict()
-    old = card.data.to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
     return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{body}\n{END}{after}"

@@ -89,7 +89,7 @@ def plan_push(folder: "str | pathlib.Path", repo_id: str, *, install: str | None
     problems = card_problems(text)
     if facts.benchmark is None or not facts.benchmark.get("complete", True):
         command = shlex.join(["hf-efficient-attn", "benchmark", str(folder), "--card"])
-        problems.append(f"no complete measurements: '{command}' adds them")
+        problems.append(f"no complete measurements: '{command}' adds them for text and pictures")
     for file in (file for file in facts.own_files if file.name not in sizes):
         where = f"put it into the folder, or write into {NAME} where it is"
         problems.append(f"readers need {file.name or 'your code'}, which registers {file.method}: {where}")

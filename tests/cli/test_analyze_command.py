@@ -23,7 +23,7 @@ QUICK = ("--methods", "longformer", "--budgets", "16", "--rows", 1, "--max-error
 
 
 def test_analysis_of_every_head(made, text, capsys):
-    source = made("bert")
+    source = made("bert", True)  # a masked language model, of whose inputs no token is masked
     result = run_json(capsys, "analyze", source, "--data", text, "--length", 60, "--rows", 2, "--budgets", "8,16",
                       "--methods", "longformer,nystromformer")  # fmt: skip
     model = transformers.BertModel.from_pretrained(source).eval()

@@ -289,16 +289,19 @@ def test_configs_without_a_class_or_with_an_implementation_that_is_not_installed
     assert read(tmp_path / "out")["attn_implementation"] == "linear"
 
 
-def test_pickles_become_safetensors(tmp_path, capsys):
-    source = save(tmp_path / "source", "gpt2")
+def test_old_checkpoints_with_a_pickle_and_settings_of_generation_in_the_config(tmp_path, capsys):
+    source, out = save(tmp_path / "source", "gpt2"), tmp_path / "out"
     state = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
+    for name in ("model.safetensors", "generation_config.json"):
+        (source / name).unlink()
     torch.save({**state, "lm_head.weight": state["transformer.wte.weight"]}, source / "pytorch_model.bin")
-    shown(capsys, "convert", source, "--method", "linear", "-o", tmp_path / "out", "--allow-pickle")
-    written = tensors(tmp_path / "out")
+    generation = {"num_beams": 4, "temperature": 0.3}  # temperature has no effect without do_sample
+    (source / "config.json").write_text(json.dumps(read(source) | generation))
+    shown(capsys, "convert", source, "--method", "linear", "-o", out, "--allow-pickle")
+    written = tensors(out)
     assert torch.equal(written.pop("lm_head.weight"), state["transformer.wte.weight"])
-    assert same(state, written)
-    assert not list((tmp_path / "out").glob("*.bin"))
+    assert same(state, written) and not list(out.glob("*.bin"))
+    assert read(out, "generation_config.json").items() >= generation.items()
 
 
 def test_hub_ids(source, tmp_path, monkeypatch, capsys):

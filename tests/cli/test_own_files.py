@@ -45,12 +45,15 @@ def test_every_command_imports_the_file_first(name, capsys, tmp_path):
     assert "ValueError in line 1: reached" in refused(capsys, name, *needed, "--import", tmp_path / "own.py")
 
 
-def test_a_method_of_ones_own_in_the_commands(made, tmp_path, capsys):
+def test_a_method_of_ones_own_in_the_commands(made, text, tmp_path, capsys):
     assert "unknown attention method 'random_keys'" in refused(capsys, "info", "random_keys")
     own = ("--import", EXAMPLE)
     about = shown(capsys, "info", "random_keys", *own).out
     assert {"config class: RandomKeysConfig", "module: random_keys"} <= set(about.splitlines())
     assert "random_keys" in [entry["name"] for entry in run_json(capsys, "methods", *own)]
+    options = ["--length", "60", "--methods", "random_keys", "--budgets", "16", "--max-error", "9", "--allow-pickle"]
+    words = run_json(capsys, "analyze", made("bert"), "--data", text, *options, *own)["command"].split()
+    assert words[-4:-2] == ["--allow-pickle", f"--import={EXAMPLE}"]
     out, small = tmp_path / "out", ("--set", "num_samples=16")
     done = run_json(capsys, "convert", made("bert"), "--method", "random_keys", *small, "-o", out, *own)
     assert "import random_keys" in done["load"]

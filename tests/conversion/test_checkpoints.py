@@ -319,8 +319,7 @@ def test_where_texts_differ():
         {"layers": [1], "method": "longformer", "settings": {"window_size": 4}, "tokens": 5},
     ]
     assert describe(groups, num_positions(model)) == [
-        "linear (layers 0): differs from exact attention at every length: measure it (hf-efficient-attn benchmark), or "
-        "train it",
+        "linear (layers 0): differs from exact attention at every length: measure it (hea.attention_error) or train it",
         "longformer (layers 1): up to 5 tokens are computed exactly, more are approximated",
     ]
     told = " ".join(describe(exact_lengths(hea.convert(model, "kdeformer")), num_positions(model)))

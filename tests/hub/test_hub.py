@@ -95,15 +95,13 @@ for _number, _row in enumerate(GENERATION["measurements"]):
 # {case: (files, what the card contains, what it does not contain)}
 STATEMENTS = {
     "measurements": (
-        {"benchmark": converted.benchmark(notes=["The data are small."])},
+        {"benchmark": converted.benchmark(summary=["linear does not pay off."], notes=["The data are small."])},
         [
             "| 128 | 2 | kdeformer | 0.0321 | 1.25x | 0.2500 |  | 18 |",
             "| 64 | 2 | linear | 0.005 | 2.00x | 0.7500 | 0.2500 |  |",
-            "From 128 tokens, kdeformer is faster than exact attention.",
-            "Up to 64 tokens, linear was not faster",
-            "on 8 examples of book.txt",
+            "\n- linear does not pay off.\n- The data are small.\n",
+            "on 8 examples of book.txt, with up to 128 tokens. Machine",
             "cpu A CPU; threads 2",
-            "The data are small.",
         ],
         ["Not measured", "benchmark.png", "The measurement was stopped", "tokens/s"],
     ),
@@ -128,7 +126,7 @@ STATEMENTS = {
     ),
     "no measurements": (
         {},
-        ['Not measured. `hf-efficient-attn benchmark "ORG/NAME"` compares the model with exact attention.'],
+        ['Not measured. `hf-efficient-attn benchmark "ORG/NAME"` compares a model of text or pictures with exact'],
         ["calibrated", "is not part of"],
     ),
     "exact again": (
@@ -249,7 +247,7 @@ def test_what_a_user_wrote_is_kept(tmp_path):
     data |= {"tags": [*data["tags"], "my-tag"], "model-index": [{"name": "x", "results": [result]}]}
     body = f"Before.\n{START}\nforged\n{END}\nAfter.\n"
     (tmp_path / "README.md").write_text(f"---\n{yaml.safe_dump(data)}---\n{body}")
-    again = card_of(tmp_path, config=config_json("linear"), benchmark=converted.benchmark("linear", pays_from={}))
+    again = card_of(tmp_path, config=config_json("linear"), benchmark=converted.benchmark("linear"))
     written = ModelCard(again)
     assert written.text.startswith("Before.\n" + START)
     assert again.endswith(END + "\nAfter.\n")
@@ -362,7 +360,7 @@ def _card_with(folder, text):
     """The card of a folder with the text in every place where a file can contain any text."""
     plain = clean(text)  # other texts are refused there
     origin = converted.origin(hf_efficient_attn=plain, license=plain, tags=[plain])
-    measured = converted.benchmark(machine={"cpu": text, f"k{text}": 1}, pays_from={text: 64}, notes=[text])
+    measured = converted.benchmark(machine={"cpu": text, f"k{text}": 1}, summary=[text], notes=[text])
     measured["measurements"][1]["attention"] = text
     measured["data"]["name"] = text
     (folder / "README.md").unlink(missing_ok=True)
@@ -527,7 +525,7 @@ def test_the_file_of_a_method_is_missed(folder, monkeypatch):
 
 
 def test_incomplete_measurements_are_reported(folder):
-    command = f"'hf-efficient-attn benchmark {folder} --card' adds them"
+    command = f"'hf-efficient-attn benchmark {folder} --card' adds them for text and pictures"
     for changes, expected in (({"complete": False}, (f"no complete measurements: {command}",)), ({}, ())):
         (folder / "benchmark.json").write_text(json.dumps(converted.benchmark(**changes)))
         assert hub.plan_push(folder, REPOSITORY).problems == expected
