@@ -90,8 +90,7 @@ def order_statistics_ratio(query: Tensor, key: Tensor, *, scale: float | None = 
     """Ratios of the n-th largest entry of the Gaussian kernel matrix to the 2n-th and to the (n+1)-th largest.
 
     This is experiment (ii) of the sparsity paper's section 4. Large ratios would mean that every entry of the tail is
-    much smaller than every entry of the head. The paper finds medians of about 20 and of 1. Its computation meets
-    divisions by zero; the logarithms used here do not.
+    much smaller than every entry of the head. The paper finds medians of about 20 and of 1.
 
     Args:
         query: (..., n, D), without padding, n at least 2.
