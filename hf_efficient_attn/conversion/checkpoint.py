@@ -128,7 +128,9 @@ class Conversion:
 
     def extend(self) -> None:
         """Extend the positions of the model to `max_length`, if that is given and they are fewer, as `switch` does."""
-        model, length, positions = self.model, self._max_length, num_positions(self.model)
+        model = self.model
+        length = self._max_length
+        positions = num_positions(model)
         if length is None or (is_rotary(model.config) and positions is not None and length <= positions):
             return  # rotary positions are computed
         with refusing(f"--max-length {length}"):
@@ -200,7 +202,7 @@ class Conversion:
         checked, config = self.checked, self.model.config
         config.architectures = list(checked.config.get("architectures") or [type(self.model).__name__])
         with quiet(), refusing("config.json of the result", OSError):
-            # Loading the model has put the dtype of its tensors there, which may not be that of the source's config.
+            # The config of the model has the dtype of the tensors. The result keeps the dtype of the source's config.
             declared = type(config).from_dict(dict(checked.config))
             config.dtype = declared.dtype
             for name, part in parts_of(config).items():

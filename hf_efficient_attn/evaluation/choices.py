@@ -25,8 +25,6 @@ T = TypeVar("T")
 _DEVIATIONS = 2.0
 # Standard deviation between sequences of the logarithm of the error, pooled over layers, as far as sequences do not say
 # more: of pictures, and of texts with up to `_SHORT` tokens. The errors of longer texts are means over more queries.
-# Measured with nearfar and kdeformer: up to .27 between 8 pictures (DeiT, 577 and 2,305 tokens); up to .15, .11 and .10
-# between 8, 6 and 4 texts of one kind (MiniLM, 512, 2,048 and 8,192 tokens).
 _UNKNOWN_SPREAD, _SHORT, _SPREAD_POWER = 0.25, 512, 0.25
 
 # Measurements of each time from which the saving is computed.

@@ -256,7 +256,8 @@ class ModelData:
             generator = torch.Generator().manual_seed(indices.start)
             values = torch.randn(len(indices), self._channels, pixels, pixels, generator=generator, dtype=torch.float32)
         else:
-            mode, size = "L" if self._channels == 1 else "RGB", {"height": pixels, "width": pixels}
+            mode = "L" if self._channels == 1 else "RGB"
+            size = {"height": pixels, "width": pixels}
             pictures = [open_picture(*self.pictures[index]).convert(mode) for index in indices]
             options = {"crop_size": size, "do_resize": True, "do_convert_rgb": False, "return_tensors": "pt"}
             with refusing("preprocessor_config.json does not fit the pictures of this model, so correct it"):

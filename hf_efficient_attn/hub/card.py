@@ -212,7 +212,7 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
         environment.filters |= {"text": escape, "quote": shlex.quote}
         body = environment.get_template("card.md.jinja").render(_context(facts, title))
         body = re.sub(r"\n{3,}", "\n\n", body).strip()
-    origin, old = facts.origin, card.data.to_dict()
+    origin = facts.origin
     tags = [tag for tag in origin["tags"] or () if tag not in _OTHER_TAGS]
     # The card's own keys of the front matter.
     new = ModelCardData(
@@ -223,6 +223,7 @@ def update_card(text: str, facts: Facts, name: str | None = None) -> str:
         pipeline_tag=origin["pipeline_tag"] or pipeline_of(facts),
         tags=[*(_TAGS if facts.methods else ()), *facts.methods, *tags],
     ).to_dict()
+    old = card.data.to_dict()
     kept = [tag for tag in old.get("tags") or () if tag not in (*_TAGS, *available_methods(), *new.get("tags", ()))]
     data = ModelCardData(**{**old, **new, "tags": [*new.get("tags", ()), *kept] or None})
     return f"---\n{data.to_yaml()}\n---\n{before}{START}\n{body}\n{END}{after}"

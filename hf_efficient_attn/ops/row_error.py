@@ -16,10 +16,8 @@ To first order, without row i the logarithm of the squared ratio changes by s_i 
 the ratio is |s - t| / 2, and the margin is twice that. The term 1 / (2 sqrt(p)) is for directions that no sampled row
 shows. The factor sqrt(1 - p / Nq) is there because the number of rows is finite.
 
-On unseen texts and pictures (MiniLM, GPT-2 and DeiT with 512 to 8,192 tokens; four methods at two budgets) the mean
-bound of a layer was below its mean error in 4 of 7,056 layers with 64 rows, and in as many with 128. The bound of a
-head was below its error in 1.2 and 1.1 %. The median of bound / error of a layer was 1.41 and 1.26. The bound fails
-more often for errors of rank 1 that differ much between rows, of which a sample shows the least.
+`recipes.benchmarks.error_bound` measures how often the bound fails: most often for errors of rank 1 that differ much
+between rows.
 """
 
 from typing import NamedTuple

@@ -22,8 +22,7 @@ ACCELERATOR_NUMEL = 1 << 28
 _CPU_CHUNKS = 32
 _ACCELERATOR_CHUNKS = 128
 # Allocate 31 MiB and free them. glibc gives a freed block above a limit back to the system, and then the next call pays
-# for new pages. The limit rises to the size of the largest block that was freed, up to 32 MiB. So from here on glibc
-# keeps the memory of a slice. Without this kdeformer takes up to 1.3 times as long (AMD EPYC, 1,024 tokens, forward).
+# for new pages. The limit rises to the size of the largest block that was freed, up to 32 MiB, so glibc keeps slices.
 torch.empty(31 << 20, dtype=torch.uint8)
 
 

@@ -168,9 +168,10 @@ def unwrapped(x: Tensor) -> Tensor:
 def call_in_transform(
     function: Callable[..., Tensor], arguments: Sequence[Any], name: str, *, by_rows: bool, draws: bool
 ) -> Tensor:
-    """Compute a function of arguments, which may be nested, so that `grad`, `vjp`, `vmap` and combinations are right.
+    """Compute a function of `arguments`, which may be nested, so that `grad`, `vjp` and `vmap` of it are right.
 
-    The others are as in `_Part`. Forward mode, a gradient of a gradient, and `vmap` of a call that draws are refused.
+    `_Part` describes the other parameters. Forward mode, a gradient of a gradient, and `vmap` of a call that draws are
+    refused.
     """
     leaves, structure = pytree.tree_flatten(tuple(arguments))
     index = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
@@ -295,8 +296,7 @@ _kept = threading.local()
 def keeping_results(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a function that is called again for its gradient, so that `attend` keeps the results of kernels.
 
-    Without this a training step of kdeformer takes 1.27 times as long (AMD EPYC, 4,096 tokens, one thread). Nothing is
-    kept where hooks decide what autograd saves, as in gradient checkpointing.
+    Nothing is kept where hooks decide what autograd saves, as in gradient checkpointing.
     """
     results: list[tuple[Tensor, ...]] = []
     if is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

@@ -116,8 +116,11 @@ class UptrainingCallback(TrainerCallback):
 
     def _check_stage(self, folder: pathlib.Path, state: Any) -> None:  # Transformers annotates the callbacks as a list
         """Refuse stages and a number of steps by which the checkpoint would have other attention than it had."""
-        stages, step, known = self.schedule.stages, state.global_step, state.stateful_callbacks
-        now, config = stages[self.schedule.index(step - 1)], folder / f"checkpoint-{step}" / "config.json"
+        stages = self.schedule.stages
+        step = state.global_step
+        known = state.stateful_callbacks
+        now = stages[self.schedule.index(step - 1)]
+        config = folder / f"checkpoint-{step}" / "config.json"
         logged = [entry["uptraining_stage"] for entry in state.log_history if "uptraining_stage" in entry]
         if _SETTINGS not in known and config.is_file():  # of an earlier version, or of a training without stages
             known = {_SETTINGS: json.loads(config.read_text(encoding="utf-8")).get("efficient_attention")}

@@ -49,12 +49,14 @@ class Stage(NamedTuple):
 
 def is_in_stage(model: nn.Module, stage: Stage) -> bool:
     """Whether the model already is in the stage. All implementations of exact attention of Transformers are equal."""
-    pairs = [
-        (config, config is root.config) for root in transformers_models(unwrap(model)) for config in configs_of(root)
-    ]
-    found = [((name := method_of(config)) and settings_of(config, name), is_outer) for config, is_outer in pairs]
-    # A part that cannot run the method of the whole model stays exact.
-    return all(settings == stage.settings for settings, is_outer in found if settings or is_outer)
+    for root in transformers_models(unwrap(model)):
+        for config in configs_of(root):
+            name = method_of(config)
+            settings = None if name is None else settings_of(config, name)
+            # A part that cannot run the method of the whole model stays exact.
+            if settings != stage.settings and (settings is not None or config is root.config):
+                return False
+    return True
 
 
 def check_stages(model: nn.Module, stages: Sequence[Stage], *, is_fixed: bool = False) -> None:
@@ -182,7 +184,8 @@ def update_optimizer(before: Mapping[str, nn.Parameter], model: nn.Module, optim
 
     A new parameter comes after those that precede it in the model, so that a saved state fits a new optimizer, too.
     """
-    optimizer, after = getattr(optimizer, "optimizer", optimizer), dict(model.named_parameters())  # Accelerate wraps it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+    after = dict(model.named_parameters())
     old, position = {id(p) for p in before.values()}, {id(p): i for i, p in enumerate(after.values())}
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     # Trainer gives matrices and learned parameters weight decay, but no biases and norms.

@@ -53,12 +53,9 @@ class Crossover(NamedTuple):
 # Maps names of dtype and causality to lengths.
 Table = Mapping[str, Crossover]
 
-# The lengths of nearfar; those of others follow from `MethodConfig.cost`, which is above the ratio of the lengths of a
-# method and of nearfar on a Xeon with AMX (one thread, float32, bfloat16 and causal, 2 and 16 heads). The lengths of
-# processors are rounded from nearfar on two idle cores of a Zen 5 with two threads, as measured by `hf-efficient-attn
-# crossover`. The causal lengths were measured in float32 on a Xeon with AMX and two threads, which has 5,200 in
-# bfloat16. For other devices these are lengths at which a failed attempt costs little on an NVIDIA H100, where exact
-# attention is very fast.
+# The lengths of nearfar; those of others follow from `MethodConfig.cost`. On processors they are rounded from two cores
+# of a Zen 5, as measured by `hf-efficient-attn crossover`, and the causal ones from a Xeon with AMX. At those of other
+# devices a failed attempt costs little on an NVIDIA H100, where exact attention is very fast.
 _BUILT_IN = {
     "cpu": {
         "float32": Crossover(2688, 2688),

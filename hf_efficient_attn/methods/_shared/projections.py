@@ -6,8 +6,9 @@ to the P contracted keys. E1 and E2 are P x M, for sequences of up to M tokens, 
 gets projected keys and values, and applies E1 and E2 to them: (E1 K) W_K = E1 (K W_K), and a bias b_K of the projection
 becomes (E1 1) b_K^T. FLuRKA defines its own attention and never switches by length.
 
-The departures from the paper are those of the Linformer, which `linformer` lists: a contracted key without a weight is
-left out of the kernel's sums. There is no causal form, because a contracted key contains tokens of the future.
+Departures from the paper: `hf_efficient_attn.ops.projections` applies the tables to padded and to shorter input, and
+contracted keys without a weight are left out of the kernel's sums. Conversion starts from means of P segments. There is
+no causal form, because a contracted key contains tokens of the future.
 """
 
 from collections.abc import Sequence

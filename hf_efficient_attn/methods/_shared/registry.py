@@ -162,11 +162,14 @@ def register_method(
     default = config_class()
     if "text" not in vars(default):
         refuse(f"__post_init__ of {config_class.__name__} must call super().__post_init__()", config_class)
-    facts: dict[str, Any] = {f.name: getattr(config_class, f.name, None) for f in dataclasses.fields(MethodInfo)}
-    facts |= {"name": name, "recurrent": recurrence is not None, "config_class": config_class}
-    initial = _sized(initial_parameters or (lambda config, **sizes: {}))
-    forms = forward, naive, decode, initial, starts_from or {}, recurrence, forward_hidden_states, sharded
-    METHODS[name] = Method(MethodInfo(**facts), default, *forms)
+    own: dict[str, Any] = {"name": name, "recurrent": recurrence is not None, "config_class": config_class}
+    facts = (f.name for f in dataclasses.fields(MethodInfo))
+    info = MethodInfo(**{fact: own[fact] if fact in own else getattr(config_class, fact) for fact in facts})
+    METHODS[name] = Method(
+        info=info, default=default, forward=forward, naive=naive, decode=decode,
+        initial_parameters=_sized(initial_parameters or (lambda config, **sizes: {})), starts_from=starts_from or {},
+        recurrence=recurrence, forward_hidden_states=forward_hidden_states, sharded=sharded,
+    )  # fmt: skip
     _CONFIG_CLASSES.add(config_class)
     parameter_shapes.cache_clear()  # a method that is registered again may learn other parameters
     for listener in _LISTENERS:

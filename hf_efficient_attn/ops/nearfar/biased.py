@@ -8,8 +8,7 @@ Here exp(B) is the mean of exp(b) over the keys of the landmark c, with their we
 part of the sequence. Short distances do not count in the mean, because a window has these keys: each block of queries
 attends to the keys around it exactly, and what landmarks count for them is subtracted. There is a B for each landmark
 and each of at most `_PARTS` equal parts of the sequence, so the cost is linear in the sequence.
-The exact rows of some queries correct the output, as they do without a bias. On activations of MiniLM with a bias like
-T5's this lowers the error by a third.
+The exact rows of some queries correct the output, as they do without a bias.
 """
 
 from typing import Any, NamedTuple

@@ -110,9 +110,8 @@ def sampled_norm_squared(value: Tensor, key_mask: Tensor | None, size: int = 2 *
     """Estimate |V|_op^2 by the Frobenius norm of V^T V, from up to 767 values: (BH, Nk, Dv) -> (BH, 1).
 
     The estimate is an upper bound, and close if one direction prevails. It only balances two terms of a sampling
-    distribution. On activations of BERT and DeiT the errors with it and with the power method are equal. The values lie
-    at a regular distance among the valid values. Zeros follow up to `size` values: products of other sizes are rounded
-    differently, and then padding could change the sample.
+    distribution. The values lie at a regular distance among the valid values. Zeros follow up to `size` values:
+    products of other sizes are rounded differently, and then padding could change the sample.
     """
     kv_len = value.shape[1]
     acc_dtype = accumulation_dtype(value.dtype)
