@@ -10,3 +10,13 @@ result is still right, but the exact product is cheaper and is computed instead.
 
 from hf_efficient_attn.kernel.densities import DensityReport, softmax_column_norms, weighted_exponential_kde
 from hf_efficient_attn.kernel.products import KernelReport, approx_kernel_matvec, attention_to_gaussian, kernel_matvec
+
+__all__ = [
+    "DensityReport",
+    "KernelReport",
+    "approx_kernel_matvec",
+    "attention_to_gaussian",
+    "kernel_matvec",
+    "softmax_column_norms",
+    "weighted_exponential_kde",
+]

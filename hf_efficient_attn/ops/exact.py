@@ -147,12 +147,7 @@ def biased_exact(
 
 
 def dense_softmax(
-    scores: Tensor,
-    value: Tensor,
-    key_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    with_lse: bool = False,
+    scores: Tensor, value: Tensor, key_mask: Tensor | None = None, is_causal: bool = False, *, with_lse: bool = False
 ) -> Tensor:
     """Compute attention from scores (..., Nq, Nk), values (..., Nk, Dv), mask (..., Nk); 0 for a query without keys.
 

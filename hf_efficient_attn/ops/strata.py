@@ -67,11 +67,7 @@ def systematic_sample(
 
 
 def independent_sample(
-    scores: Tensor,
-    num_samples: int,
-    numbers: Tensor,
-    group: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
+    scores: Tensor, num_samples: int, numbers: Tensor, group: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
     """Sample with replacement, with probabilities p_j proportional to the scores and weights 1 / (num_samples p_j).
 

@@ -257,6 +257,8 @@ def test_a_registered_method_is_available_at_once_and_can_be_replaced():
         assert names[-1] == "correct" and hea.available_methods().count("correct") == 1
         assert hea.attention("correct", *tensors).abs().sum() == 0
         assert "Another title" in hea.functional.correct_attention.__doc__
+        hea.register_method(other, forward=lambda config, query, *_: query.mT, naive=zeros, replace=True)
+        refuses(r"a tensor of shape \(1, 2, 8, 20\): return .*\(1, 2, 20, 8\)", hea.attention, "correct", *tensors)
     assert "correct" not in hea.available_methods()
 
 

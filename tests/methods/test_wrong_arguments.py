@@ -35,8 +35,7 @@ CALLS = [
     *(({name: convert(QUERY)}, f"{name} must be a tensor", f"torch.as_tensor({name})")
       for name in ("query", "key", "value") for convert in (lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None)),
     ({"attention_mask": MASK.numpy()}, "give torch.as_tensor(attention_mask)"),
-    ({"is_causal": "no"}, "is_causal must be True or False, not 'no'"),
-    ({"is_causal": MASK}, "is_causal must be True or False, not "),
+    *(({"is_causal": x}, "is_causal must be True or False, not ") for x in ("no", MASK)),
     ({"scale": "x"}, "scale must be a number ("),
     *(({"scale": torch.ones(n, requires_grad=n == 1)}, "multiply the query by a learned one") for n in (1, 4)),
     ({"dropout_p": None}, "dropout_p must be a number, not None"),
@@ -45,9 +44,8 @@ CALLS = [
     ({"mask": MASK}, "'mask'", "use attention_mask"),
     ({"key_padding_mask": ~MASK}, "'key_padding_mask'", "give its opposite"),
     ({"enable_gqa": True}, "'enable_gqa'", "may always have fewer heads"),
-    ({"dropout": 0.1}, "'dropout'", "use dropout_p"),
-    ({"scaling": 0.1}, "'scaling'", "use scale"),
-    ({"causal": True}, "'causal'", "use is_causal"),
+    *(({other: 0.1}, f"'{other}'", f"use {name}")
+      for other, name in (("dropout", "dropout_p"), ("scaling", "scale"), ("causal", "is_causal"))),
     ({"output_attentions": True}, "'output_attentions'", "no matrix of weights"),
     ({"position_bias": QUERY}, "'position_bias'", "use distance_bias"),
     ({"layers": [1]}, "'layers'", "belongs to hea.convert"),

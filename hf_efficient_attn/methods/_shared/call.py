@@ -241,8 +241,14 @@ def compute(
         if tracing.in_graph() and form != "naive":
             out = call_in_graph(form, config, query, key, value, options)
         else:
+            out = method.compute(form, config, query, key, value, options)
+            if out.shape != (shape := (batch, num_heads, query.shape[2], value.shape[3])):
+                raise UnsupportedAttentionError(
+                    f"the form {form!r} of {config.method!r} returned a tensor of shape {tuple(out.shape)}: return "
+                    f"(batch, heads, queries, value dimension), here {shape}"
+                )
             # Of short sequences the output may not depend on what is learned.
-            out = with_zero_gradients(method.compute(form, config, query, key, value, options), *learned)
+            out = with_zero_gradients(out, *learned)
     if offset < 0:
         return torch.cat((out.new_zeros(batch, num_heads, -offset, out.shape[-1]), out), 2)  # (B, H, Nq, Dv)
     return out[:, :, out.shape[2] - q_len :] if offset else out  # (B, H, Nq, Dv)

@@ -17,12 +17,7 @@ from hf_efficient_attn.ops.backends import (
 )
 from hf_efficient_attn.ops.backends.backend import Backend, BlockBackend, ClusterBackend, LinearBackend
 
-BACKENDS: tuple[Backend, ...] = (
-    cpu.BACKEND,
-    flash.BACKEND,
-    efficient.BACKEND,
-    products.BACKEND,
-)
+BACKENDS: tuple[Backend, ...] = (cpu.BACKEND, flash.BACKEND, efficient.BACKEND, products.BACKEND)
 # Where none applies, `block_attention` returns None, and the caller computes the attention by `attend`.
 BLOCK_BACKENDS: tuple[BlockBackend, ...] = (flash_window.BACKEND, block_attention.BACKEND)
 # Where none applies, `hf_efficient_attn.ops.features.sums` computes features and their sums.

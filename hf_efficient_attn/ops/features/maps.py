@@ -181,9 +181,7 @@ def _scaled(x: Tensor, factor: float | None, dtype: torch.dtype | None = None) -
 
 
 def _without_weights(
-    of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]],
-    of_key: Callable[[Tensor], Tensor],
-    fused: FusedFeatures,
+    of_query: Callable[[Tensor], tuple[Tensor, Tensor | None]], of_key: Callable[[Tensor], Tensor], fused: FusedFeatures
 ) -> Features:
     """Make `Features` whose keys have factors of 1 from functions without masks."""
 

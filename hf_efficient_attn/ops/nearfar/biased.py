@@ -28,10 +28,7 @@ from hf_efficient_attn.ops.nearfar.bidirectional import (
     correct_by_probes_naive,
     near_attention,
 )
-from hf_efficient_attn.ops.nearfar.groups import (
-    LEAST_SHARE,
-    replace_counted,
-)
+from hf_efficient_attn.ops.nearfar.groups import LEAST_SHARE, replace_counted
 from hf_efficient_attn.ops.nearfar.landmarks import (
     NearFarOptions,
     choose_landmarks,

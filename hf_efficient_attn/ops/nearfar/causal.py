@@ -144,12 +144,7 @@ def _window(query: Tensor, key: Tensor, value: Tensor, options: CausalNearFarOpt
 
 
 def _landmarks(
-    query: Tensor,
-    window_lse: Tensor,
-    table: Columns,
-    levels: tuple[Level, ...],
-    first_query: int,
-    dropout_p: float,
+    query: Tensor, window_lse: Tensor, table: Columns, levels: tuple[Level, ...], first_query: int, dropout_p: float
 ) -> tuple[Partial, Pairs]:
     """Compute attention of queries (BH, N, D), which are times the scale, to landmarks, and choose clusters."""
     batch_heads, length, _ = query.shape

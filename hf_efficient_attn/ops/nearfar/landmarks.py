@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_efficient_attn.ops.attend import LOG2_E
-from hf_efficient_attn.ops.clusters import (
-    cluster_means,
-    even_positions,
-    middle_positions,
-    nearest,
-    weighted_sums,
-)
+from hf_efficient_attn.ops.clusters import cluster_means, even_positions, middle_positions, nearest, weighted_sums
 from hf_efficient_attn.ops.draws import Draws, draw_sizes
 from hf_efficient_attn.ops.index import take
 from hf_efficient_attn.ops.slices import slice_size, sliced

@@ -163,11 +163,7 @@ def plan_intervals(query: Tensor, key: Tensor, value: Tensor, options: SamplingO
 
 
 def causal_near_far_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plans: Sequence[IntervalPlan],
-    options: SamplingOptions,
+    query: Tensor, key: Tensor, value: Tensor, plans: Sequence[IntervalPlan], options: SamplingOptions
 ) -> Tensor:
     """Compute the attention of a plan, whose levels are `plans`: (BH, N, Dv or Dv + 1).
 
