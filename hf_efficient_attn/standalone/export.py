@@ -30,7 +30,7 @@ from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.checkpoint.source import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.models import has_sinks, is_patched
+from hf_efficient_attn.integration.models import attention_modules, has_sinks, is_patched, uses_interface
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import available_methods, get_method, learns
@@ -104,12 +104,19 @@ def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
     stored = config.efficient_attention
     entries = as_settings(stored).entries if stored else ()
     methods = sorted({entry.config.method for entry in entries})
+    through = [found for found in attention_modules(model) if uses_interface(type(found.module))]
     problems = {
         "the attention is exact": not entries,
         f"a kernel repository has one method, and this model has {', '.join(methods)}": len(methods) > 1,
         f"it can have these methods only: {', '.join(kernel_methods())}": not {*methods} <= {*kernel_methods()},
         "the attention has learned parameters": any(learns(entry.config) for entry in entries),
         "'layers' must be numbers": any(isinstance(layer, str) for entry in entries for layer in entry.layers or ()),
+        # ViT's do not, for example. `standalone.function` reads the number there.
+        "its attention modules do not say which layer they are, which 'layers' needs": any(
+            entry.layers and getattr(found.module, "layer_idx", None) != found.location.layer
+            for entry in entries
+            for found in through
+        ),
         "the model has cross attention": config.is_encoder_decoder or getattr(config, "add_cross_attention", False),
         "the model has several parts": bool(config.sub_configs),
         "the model computes its attention itself": any(map(is_patched, model.modules())),
