@@ -232,13 +232,15 @@ def _write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
 def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
     """The text of the file for a model's config, and the `auto_map` that refers to it.
 
-    A model for which Transformers has no auto class, and methods that are not of this package, are refused.
+    A class of models for which Transformers has no auto class, and methods that are not of this package, are refused.
     """
     stored, classes = config.efficient_attention, {name: cls.__name__ for name, cls in auto_classes(config).items()}
     methods = sorted({entry.config.method for entry in as_settings(stored).entries}) if stored else []
     others = [name for name in methods if name not in methods_of_package()]
-    if others or not classes or not type(config).__module__.startswith("transformers."):
-        problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no such model"
+    lost = [name for name in config.architectures or () if name not in classes.values()]
+    if others or lost or not classes or not type(config).__module__.startswith("transformers."):
+        problem = f"no auto class of Transformers loads {', '.join(lost) or 'it'}"
+        problem = f"{', '.join(others)} is a method of your own" if others else problem
         raise UnsupportedAttentionError(
             f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
         )

@@ -344,6 +344,8 @@ def test_checkpoints_that_no_kernel_can_serve(method, values, message, tmp_path)
 
 def test_remote_code_needs_a_model_of_transformers():
     refuses("leave out --remote-code", remote_code, hea.models.BigGANConfig())
+    teacher = tiny_config("deit", "kdeformer", architectures=["DeiTForImageClassificationWithTeacher"])
+    refuses("no auto class of Transformers loads DeiTForImageClassificationWithTeacher", remote_code, teacher)
     text, auto_map = remote_code(tiny_config("vit", "kdeformer"))
     assert auto_map["AutoModelForImageClassification"] == f"{MODULE}.ViTForImageClassification"
     assert max(map(len, text.splitlines())) < 300  # a line for each line of the modules
