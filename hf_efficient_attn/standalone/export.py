@@ -104,19 +104,17 @@ def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
     stored = config.efficient_attention
     entries = as_settings(stored).entries if stored else ()
     methods = sorted({entry.config.method for entry in entries})
+    layers = [layer for entry in entries for layer in entry.layers or ()]
     through = [found for found in attention_modules(model) if uses_interface(type(found.module))]
+    # `standalone.function` reads the number there. ViT's modules have none, for example.
+    are_numbered = all(getattr(x.module, "layer_idx", None) == x.location.layer for x in through)
     problems = {
         "the attention is exact": not entries,
         f"a kernel repository has one method, and this model has {', '.join(methods)}": len(methods) > 1,
         f"it can have these methods only: {', '.join(kernel_methods())}": not {*methods} <= {*kernel_methods()},
         "the attention has learned parameters": any(learns(entry.config) for entry in entries),
-        "'layers' must be numbers": any(isinstance(layer, str) for entry in entries for layer in entry.layers or ()),
-        # ViT's do not, for example. `standalone.function` reads the number there.
-        "its attention modules do not say which layer they are, which 'layers' needs": any(
-            entry.layers and getattr(found.module, "layer_idx", None) != found.location.layer
-            for entry in entries
-            for found in through
-        ),
+        "'layers' must be numbers": any(isinstance(layer, str) for layer in layers),
+        "its attention modules do not say which layer they are, which 'layers' needs": layers and not are_numbered,
         "the model has cross attention": config.is_encoder_decoder or getattr(config, "add_cross_attention", False),
         "the model has several parts": bool(config.sub_configs),
         "the model computes its attention itself": any(map(is_patched, model.modules())),
@@ -239,8 +237,8 @@ def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
     others = [name for name in methods if name not in methods_of_package()]
     lost = [name for name in config.architectures or () if name not in classes.values()]
     if others or lost or not classes or not type(config).__module__.startswith("transformers."):
-        problem = f"no auto class of Transformers loads {', '.join(lost) or 'it'}"
-        problem = f"{', '.join(others)} is a method of your own" if others else problem
+        own = f"{', '.join(others)} is a method of your own"
+        problem = own if others else f"no auto class of Transformers loads {', '.join(lost) or 'it'}"
         raise UnsupportedAttentionError(
             f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
         )

@@ -28,17 +28,10 @@ from tiny_models import METHODS, RANDOM, SMALL, T2T_VIT, output
 
 # `sum(p.numel() for p in model.parameters())` of the authors' models/t2t_vit.py, by name.
 COUNTS = {
-    "t2t_vit_7": 4_310_222,
-    "t2t_vit_10": 5_889_230,
-    "t2t_vit_12": 6_941_902,
-    "t2t_vit_14": 21_545_550,
-    "t2t_vit_19": 39_177_422,
-    "t2t_vit_24": 64_105_934,
-    "t2t_vit_t_14": 21_541_070,
-    "t2t_vit_t_19": 39_172_942,
-    "t2t_vit_t_24": 64_101_454,
-    "t2t_vit_flurka": 4_305_742,  # 4.3 M in Gupta et al. 2023, Table 6
-}
+    "t2t_vit_7": 4_310_222, "t2t_vit_10": 5_889_230, "t2t_vit_12": 6_941_902, "t2t_vit_14": 21_545_550,
+    "t2t_vit_19": 39_177_422, "t2t_vit_24": 64_105_934, "t2t_vit_t_14": 21_541_070, "t2t_vit_t_19": 39_172_942,
+    "t2t_vit_t_24": 64_101_454, "t2t_vit_flurka": 4_305_742,  # 4.3 M in Gupta et al. 2023, Table 6
+}  # fmt: skip
 STAGES, BLOCKS = ["t2t.0", "t2t.1"], [0, 1]
 each_type = pytest.mark.parametrize("tokens_type", ["transformer", "performer"])
 each_performer = pytest.mark.parametrize("performer", [False, True], ids=["transformer", "performer"])
