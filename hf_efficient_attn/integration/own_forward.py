@@ -2,8 +2,8 @@
 
 A method with `forward_hidden_states` contracts the tokens before they are projected to keys and values. The attention
 interface comes after these projections, so modules get a forward of their own if their row in `model_kinds` names the
-projections. In all others, the method contracts keys and values, with the same result up to rounding, in 1.5 to 2
-times the time (`recipes.benchmarks.flurka`).
+projections and these are linear layers. In all others, the method contracts keys and values, with the same result up to
+rounding, in 1.5 to 2 times the time (`recipes.benchmarks.flurka`).
 
 `torch.nn.DataParallel` copies attributes to its replicas, so a module with a forward of its own binds it to them anew.
 """
@@ -50,10 +50,19 @@ def _replicate(module: nn.Module) -> nn.Module:
 
 
 def _projections(module: nn.Module) -> Projections | None:
-    """The projections of a module of a kind that is known here and not causal."""
+    """The projections of a module of a kind that is known here and not causal, if tokens may be contracted before."""
     names = kind_of(type(module)).projections if is_known_code(type(module)) else None
-    is_known = names is not None and all(hasattr(module, name) for name in (*names, "scaling") if name is not None)
-    return names if is_known and not getattr(module, "is_causal", True) else None
+    if names is None or not all(hasattr(module, name) for name in (*names, "scaling") if name is not None):
+        return None
+    is_linear = _is_linear(getattr(module, names.key)) and _is_linear(getattr(module, names.value))
+    return names if is_linear and not getattr(module, "is_causal", True) else None
+
+
+def _is_linear(project: Any) -> bool:
+    """Whether a module computes what `nn.Linear` does: no other layer or adapter, and no hook that sees each token."""
+    forward = getattr(project, "_old_forward", project.forward)  # accelerate keeps the one that it replaces
+    has_hooks = project._forward_hooks or project._forward_pre_hooks
+    return getattr(forward, "__func__", None) is nn.Linear.forward and not has_hooks
 
 
 def _forward(

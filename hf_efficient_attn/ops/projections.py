@@ -181,7 +181,7 @@ def contract_hidden_states(
             x = contracted[0] if same else table.project(hidden_states[:, None])[:, 0].to(hidden_states.dtype)
             contracted.append(x)  # (B, P, W)
         # This projection adds its bias once. The contraction of projected tokens would contain the bias E 1 times.
-        bias = project(x.new_zeros(len(x), 1, x.shape[2]))  # (B, 1, H D), as rows may have adapters of their own
+        bias = project(x.new_zeros(1, 1, x.shape[2]))  # (1, 1, H D)
         excess = (table.sums() - 1.0).unsqueeze(2)  # (B or 1, P, 1)
         x = project(x)
         x = (x + (excess * bias).to(x.dtype)).unflatten(2, (num_heads, -1)).transpose(1, 2)  # (B, H, P, D)

@@ -30,7 +30,7 @@ from hf_efficient_attn.checkpoint.loading import auto_classes
 from hf_efficient_attn.checkpoint.source import check_hub_id
 from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.integration.distance_bias import has_distance_bias
-from hf_efficient_attn.integration.models import has_sinks, is_patched
+from hf_efficient_attn.integration.models import attention_modules, has_sinks, is_patched, uses_interface
 from hf_efficient_attn.integration.settings import as_settings
 from hf_efficient_attn.io.json import write_json
 from hf_efficient_attn.methods import available_methods, get_method, learns
@@ -104,12 +104,17 @@ def kernel_implementation(model: PreTrainedModel, repo_id: str) -> str:
     stored = config.efficient_attention
     entries = as_settings(stored).entries if stored else ()
     methods = sorted({entry.config.method for entry in entries})
+    layers = [layer for entry in entries for layer in entry.layers or ()]
+    through = [found for found in attention_modules(model) if uses_interface(type(found.module))]
+    # `standalone.function` reads the number there. ViT's modules have none, for example.
+    are_numbered = all(getattr(x.module, "layer_idx", None) == x.location.layer for x in through)
     problems = {
         "the attention is exact": not entries,
         f"a kernel repository has one method, and this model has {', '.join(methods)}": len(methods) > 1,
         f"it can have these methods only: {', '.join(kernel_methods())}": not {*methods} <= {*kernel_methods()},
         "the attention has learned parameters": any(learns(entry.config) for entry in entries),
-        "'layers' must be numbers": any(isinstance(layer, str) for entry in entries for layer in entry.layers or ()),
+        "'layers' must be numbers": any(isinstance(layer, str) for layer in layers),
+        "its attention modules do not say which layer they are, which 'layers' needs": layers and not are_numbered,
         "the model has cross attention": config.is_encoder_decoder or getattr(config, "add_cross_attention", False),
         "the model has several parts": bool(config.sub_configs),
         "the model computes its attention itself": any(map(is_patched, model.modules())),
@@ -225,13 +230,15 @@ def _write(folder: pathlib.Path, files: Mapping[str, str]) -> None:
 def remote_code(config: PreTrainedConfig) -> tuple[str, dict[str, str]]:
     """The text of the file for a model's config, and the `auto_map` that refers to it.
 
-    A model for which Transformers has no auto class, and methods that are not of this package, are refused.
+    A class of models for which Transformers has no auto class, and methods that are not of this package, are refused.
     """
     stored, classes = config.efficient_attention, {name: cls.__name__ for name, cls in auto_classes(config).items()}
     methods = sorted({entry.config.method for entry in as_settings(stored).entries}) if stored else []
     others = [name for name in methods if name not in methods_of_package()]
-    if others or not classes or not type(config).__module__.startswith("transformers."):
-        problem = f"{', '.join(others)} is a method of your own" if others else "Transformers has no such model"
+    lost = [name for name in config.architectures or () if name not in classes.values()]
+    if others or lost or not classes or not type(config).__module__.startswith("transformers."):
+        own = f"{', '.join(others)} is a method of your own"
+        problem = own if others else f"no auto class of Transformers loads {', '.join(lost) or 'it'}"
         raise UnsupportedAttentionError(
             f"a {type(config).__name__} cannot load by trust_remote_code, because {problem}: leave out --remote-code"
         )

@@ -2,10 +2,12 @@
 
 import copy
 import io
+import re
 from itertools import product
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
@@ -170,6 +172,14 @@ def converted(family: str, method: str):
     return model
 
 
+def after_the_projections(model):
+    """A copy without our `forward`: its modules run that of Transformers and contract keys and values."""
+    after = copy.deepcopy(model)
+    for module in after.modules():
+        vars(module).pop("forward", None)
+    return after
+
+
 def at_valid_tokens(inputs: dict, out):
     mask = inputs.get("attention_mask")
     return out if mask is None else out[mask.bool()]
@@ -178,20 +188,20 @@ def at_valid_tokens(inputs: dict, out):
 @pytest.mark.parametrize("padding", ["none", "left"])
 @each_method
 @pytest.mark.parametrize("family", [*ENCODERS, *IMAGES])
-def test_models_contract_before_the_projections(family, method, padding):
+def test_models_contract_before_the_projections(family, method, padding, monkeypatch):
     """Outputs and gradients are those of contraction after the projections. test_transformers.py changes padding."""
     model, inputs = converted(family, method).double().eval(), tiny_batch(family, padding=padding)
     if family in IMAGES:
         inputs = {"pixel_values": inputs["pixel_values"].double()}
-    # Without our `forward`, a module runs that of Transformers and contracts keys and values after the projections.
-    after, lengths = copy.deepcopy(model), []
-    changed = [module for module in after.modules() if "forward" in vars(module)]
-    assert len(changed) == 2
-    for module in changed:
-        del module.forward
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("key", "k_lin", "k_proj", "value", "v_lin", "v_proj"):
-            module.register_forward_hook(lambda module, args, out: lengths.append(args[0].shape[1]))
+    after, linear, lengths = after_the_projections(model), nn.Linear.forward, []
+    names = re.compile(r".*\.(k|v|key|value)(_lin|_proj)?")
+    seen = {module for name, module in model.named_modules() if names.fullmatch(name)}
+
+    def see(module, x):
+        lengths.extend([x.shape[1]] if module in seen else [])
+        return linear(module, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", see)
     ours, other = (at_valid_tokens(inputs, m(**inputs)[0]) for m in (model, after))
     close(ours, other, 1e-8)
     assert set(lengths) == {BUDGET["projection_dim"], 1}
@@ -202,6 +212,17 @@ def test_models_contract_before_the_projections(family, method, padding):
             close(mine.grad, theirs[1].grad, 1e-6)
             assert "_projection" not in name or mine.grad.abs().sum() > 0
     assert differs(ours, at_valid_tokens(inputs, output(hea.convert(copy.deepcopy(after), "sdpa"), inputs)), 1e-3)
+
+
+@pytest.mark.parametrize("change", ["layer", "hook"])
+def test_projections_that_are_no_linear_layers_come_before_the_contraction(change):
+    model, inputs = converted("bert", "flurka_linear"), tiny_batch("bert", padding="left")
+    for attention in (layer.attention.self for layer in model.encoder.layer):
+        if change == "layer":
+            attention.key = nn.Sequential(attention.key, nn.LeakyReLU(0.5))
+        else:
+            attention.value.register_forward_hook(lambda *call: call[2] * numbers(call[2].shape[1], 1).float())
+    close(output(model, inputs), output(after_the_projections(model), inputs), 1e-5)
 
 
 @each_method

@@ -22,6 +22,7 @@ import converted
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.commands import run_json
+from helpers.model_types import case
 from hf_efficient_attn.conversion.checkpoint import convert_saved_model
 from hf_efficient_attn.standalone import export
 from hf_efficient_attn.standalone.export import BACKENDS, MODULE, export_kernel, kernel_methods, remote_code
@@ -285,19 +286,23 @@ def test_remote_code_loads_without_the_package(tmp_path):
     assert 'attn_implementation="linear"' in ended.stdout  # refused without trust_remote_code
 
 
-def test_remote_code_uses_the_installed_package(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["Bert", "Dinov2"])  # files of DINOv2 have other names than its parameters
+def test_remote_code_uses_the_installed_package(name, tmp_path, monkeypatch):
     """The file defines classes only, and their attention is this package's."""
-    converted.make(tmp_path / "source", head=True)
-    folder = tmp_path / "converted"
+    folder, (model_class, config, inputs) = tmp_path / "converted", case(name)
+    model_class(config).save_pretrained(tmp_path / "source")
     done = convert_saved_model(tmp_path / "source", folder, "nearfar", hyperparameters=SMALL["nearfar"], has_code=True)
-    assert "AutoModelForMaskedLM" in done["load"] and "trust_remote_code=True" in done["load"]
+    assert "AutoModel" in done["load"] and "trust_remote_code=True" in done["load"]
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    finders, inputs = [*sys.meta_path], tiny_batch("bert")
-    model = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__name__ == "BertModel" and sys.meta_path == finders
-    assert torch.equal(output(model, inputs), output(AutoModel.from_pretrained(folder), inputs))
+    finders, expected = [*sys.meta_path], output(AutoModel.from_pretrained(folder), inputs)
+    for _ in range(2):
+        model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+        assert type(model).__name__ == f"{name}Model" and sys.meta_path == finders
+        assert torch.equal(output(model, inputs), expected)
+        folder = tmp_path / "again"
+        model.save_pretrained(folder)
 
 
 def test_a_converted_checkpoint_names_its_kernel(tmp_path):
@@ -324,12 +329,14 @@ def test_a_converted_checkpoint_names_its_kernel(tmp_path):
         ("flurka_eva", {}, "it can have these methods only"),
         ("linear", {"hyperparameters": {"feature_map": "hedgehog"}}, "learned parameters"),
         ("nearfar", {"layers": ["encoder.layer.0"]}, "must be numbers"),
+        ("nearfar", {"layers": [0]}, "modules do not say which layer they are"),
         ("nearfar", {"kernel": "not an id"}, "cannot be the id"),
         ("kdeformer", {"kernel": "org/My_nearfar-kernel"}, "says nearfar, and this model has kdeformer"),
     ],
 )
 def test_checkpoints_that_no_kernel_can_serve(method, values, message, tmp_path):
-    converted.make(tmp_path / "source", card=False)
+    family = "vit" if "do not say" in message else "bert"
+    tiny_model(family).save_pretrained(tmp_path / "source")
     values = {"kernel": "org/name", **values}
     refuses(message, convert_saved_model, tmp_path / "source", tmp_path / "converted", method, **values)
     assert not (tmp_path / "converted").exists()
@@ -337,6 +344,8 @@ def test_checkpoints_that_no_kernel_can_serve(method, values, message, tmp_path)
 
 def test_remote_code_needs_a_model_of_transformers():
     refuses("leave out --remote-code", remote_code, hea.models.BigGANConfig())
+    teacher = tiny_config("deit", "kdeformer", architectures=["DeiTForImageClassificationWithTeacher"])
+    refuses("no auto class of Transformers loads DeiTForImageClassificationWithTeacher", remote_code, teacher)
     text, auto_map = remote_code(tiny_config("vit", "kdeformer"))
     assert auto_map["AutoModelForImageClassification"] == f"{MODULE}.ViTForImageClassification"
     assert max(map(len, text.splitlines())) < 300  # a line for each line of the modules
