@@ -147,7 +147,8 @@ def test_the_speed_is_measured_on_real_inputs(data):
 def test_methods_in_onnxruntime(table):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert "| 64     | linear    |" in table(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1")[1]
+    rows, out = table(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1")
+    assert [row["method"] for row in rows] == ["sdpa", "linear"] and "| 64     | 1    | fwd  | linear    |" in out
 
 
 def test_a_training_step_is_measured(table, monkeypatch):
