@@ -176,9 +176,11 @@ def test_table_of_arms(tmp_path, capsys):
     for seed, value in ((0, 0.5), (1, 0.7)):
         figures = {arm: {"accuracy": value} for arm in ("exact", *arms.ARMS)}
         found = {"task": "mrpc", "seed": seed, "cost_in_task_steps": 100, "figures": figures}
-        (tmp_path / f"mrpc-{seed}.json").write_text(json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
-    assert run(arms, "show", tmp_path) == 0
+        write(tmp_path / "glue" / f"mrpc-{seed}.json", json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
+    assert run(arms, "show", tmp_path / "glue") == 0
     shown = capsys.readouterr().out
+    assert run(arms, "run glue --steps 50 --output", tmp_path) == 2
+    assert "has results of --steps 100" in capsys.readouterr().err
     lines = shown.splitlines()
     assert [line.split("|")[1].strip() for line in lines if "0.600 ± 0.100" in line] == ["exact", *arms.ARMS]
     assert "as much as 100 steps" in shown and "task 1.50" in shown
