@@ -295,6 +295,7 @@ def analyze_checkpoint(
     and width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
     "machine".
     """
+    check_positive("max_error", options.get("max_error", DEFAULT_MAX_ERROR), is_count=False)  # before the work
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
     if method_of(model.config) is not None:
