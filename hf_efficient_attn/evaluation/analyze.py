@@ -81,7 +81,6 @@ def analyze(
         UnsupportedAttentionError: as `hea.calibrate`; but if no method keeps the limit, "recommended" is None.
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
-    check_positive("max_error", max_error, is_count=False)
     summary = capture.summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
     analysis = _Analysis(model, batch, summary, candidates, execution or Execution(), max_error, per_layer, about or {})

@@ -30,7 +30,6 @@ Duration: 2 minutes for the first command, one with `--half`. Expected: the tabl
 within its budget, no method has more than 3 times the error of exact attention in the same dtype.
 """
 
-import contextlib
 import itertools
 import pathlib
 import statistics
@@ -49,7 +48,6 @@ from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.gpu_model import rounding_of_a_gpu
 from recipes.common.inputs import (
     Activation,
     alibi,
@@ -187,7 +185,6 @@ def error(
         bool, "The hyperparameters of each method as they are, without a budget.", "--defaults"
     ) = False,
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
-    as_gpu: commands.option(bool, "With --half: round as the kernels of a GPU do.", "--as-gpu") = False,
     with_alibi: commands.option(bool, "Add the bias by distance of ALiBi to the scores.", "--alibi") = False,
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
     csv: commands.Csv = None,
@@ -202,8 +199,6 @@ def error(
     biased = with_alibi or model not in MODELS
     if biased and half:
         raise UnsupportedAttentionError("--half measures without a bias: leave out --alibi and a T5")
-    if as_gpu and not half:
-        raise UnsupportedAttentionError("--as-gpu: float32 is not rounded; give --half bfloat16")
     # Causal forms always have a window as near field, whatever `near_field` is.
     usual = HALF_METHODS if half else [name for name in METHODS if not (causal and "near_field" in name)]
     named = parse_methods(method or usual)
@@ -227,8 +222,7 @@ def error(
             table = alibi(*activations[0].query.shape[1:3])
             activations = [one._replace(bias=table) for one in activations]
         if half:
-            with rounding_of_a_gpu() if as_gpu else contextlib.nullcontext():
-                rows = measure_half(configs, activations, dtypes, budgets, causal)
+            rows = measure_half(configs, activations, dtypes, budgets, causal)
         else:
             rows = measure(list(configs.values()), activations, budgets, seeds, causal)
             mean = mean_error(activations, exact_outputs(activations, causal), causal)

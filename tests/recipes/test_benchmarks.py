@@ -239,10 +239,7 @@ def random_inputs(causal=False, config=None):
         ("transformers", "nystromformer", {"num_landmarks": 8}, False),
         ("linformer", "linformer", {"projection_dim": 12, "share": "none", "init": "gaussian"}, False),
         ("transformers", "longformer", {"window_size": 8}, False),
-        ("local-attention", "longformer", {"window_size": 16}, False),
-        ("local-attention", "longformer", {"window_size": 16}, True),
-        ("torch", "longformer", {"window_size": 16}, False),
-        ("torch", "longformer", {"window_size": 16}, True),
+        *((name, "longformer", {"window_size": 16}, x) for name in ("local-attention", "torch") for x in peers.BOTH),
     ],
 )
 @torch.no_grad()

@@ -112,6 +112,10 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path, capsys
     row = next(line for line in out.splitlines() if "2 of 2" in line and "25 ± 0" in line)
     assert "40 ± 0" in row and "0.50 ± 0.00" in row
     assert "-0.500 ± 0.000" in out and "0 of 2" in out
+    for seed in range(2):
+        (experiments.folder_of(runs, "linear", task, seed) / "metrics.json").unlink()
+    assert run(experiments, "curves", runs, "--output", picture) == 2
+    assert "holds no finished run of linear, the base of flurka_linear" in capsys.readouterr().err
     empty = tmp_path / "other" / "flurka_books"
     empty.mkdir(parents=True)
     assert run(experiments, "curves", empty, "--output", tmp_path / "none.png") == 2
