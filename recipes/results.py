@@ -173,9 +173,10 @@ def run(command: str, data: pathlib.Path, work: pathlib.Path, *more: str) -> Non
 def measured(spec: Spec, data: pathlib.Path, work: pathlib.Path) -> Rows:
     """Run the commands of a table in the folder `work`; its rows. A record has the number of its command."""
     for made, command in spec.prepare.items():
-        if not (done := work / f"{made}.done").exists():  # an interrupted command leaves something unfinished
+        done = work / f"{made}.done"  # an interrupted command leaves something unfinished
+        if not done.exists() or done.read_text(encoding="utf-8") != command:
             run(command, data, work)
-            done.touch()
+            done.write_text(command, encoding="utf-8")
     records: Records = []
     for number, command in enumerate(spec.commands):
         path = work / (spec.read or f"figures-{number}.csv")

@@ -137,8 +137,8 @@ def _mean(heads: list[float] | None, digits: int) -> str:
 
 
 def _short(error: float) -> str:
-    """An error with two digits and without a zero before the point."""
-    return f"{error:.2f}".removeprefix("0")
+    """An error with two decimal places, or two digits if it is small, and without a zero before the point."""
+    return (f"{error:.2f}" if error >= 0.1 else f"{error:.2g}").removeprefix("0") or "0"
 
 
 def _report(result: dict[str, Any]) -> list[str]:

@@ -81,7 +81,6 @@ def analyze(
         UnsupportedAttentionError: as `hea.calibrate`; but if no method keeps the limit, "recommended" is None.
         Interrupted: the user interrupted the measurement; contains the result for the layers that were complete.
     """
-    check_positive("max_error", max_error, is_count=False)
     summary = capture.summarize_attention(model, batch)
     candidates = make_candidates(methods, budgets, summary, standard=BUDGETS)
     analysis = _Analysis(model, batch, summary, candidates, execution or Execution(), max_error, per_layer, about or {})
@@ -295,6 +294,7 @@ def analyze_checkpoint(
     and width of pictures, or None), "max_length" (to which the position table was extended, or None), "notes" and
     "machine".
     """
+    check_positive("max_error", options.get("max_error", DEFAULT_MAX_ERROR), is_count=False)  # before the work
     checked = open_checkpoint(source, allow_pickle=allow_pickle)
     model = load_model(checked).eval()
     if method_of(model.config) is not None:

@@ -85,7 +85,7 @@ def _draw_frontier(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             number = styles[row["method"]]
             style = {"color": _COLORS[number % 8], "marker": _MARKERS[(number + number // 8) % 8], "linestyle": ""}
             axes.plot(x, min(y, _LARGEST_ERROR), **style, markersize=7, zorder=3, label=f"{label}, {y:.3f}")
-            best += [(x, y)] if all(y < other for _, other in best) else []
+            best += [(x, min(y, _LARGEST_ERROR))] if all(y < other for _, other in best) else []
     axes.plot(*zip(*best, strict=True), color="0.85", linewidth=9, zorder=1)
     axes.axvline(1.0, color="0.3", linewidth=1.2, linestyle="--", zorder=2, label="exact attention")
     axes.set_title(f"{rows[0]['length']:,} tokens: right and low is better", loc="left", fontsize="medium")

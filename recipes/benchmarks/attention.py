@@ -16,7 +16,7 @@ causal (gpt2), in which hardly any head is within the bound, and the inputs of e
 (DATA/text/books), one after the other. Run it on an otherwise idle machine, after `hf-efficient-attn crossover` has
 measured the machine. Expected: relative times of at most 1.05.
 
-`--onnx` compares the methods that export to ONNX with exact attention, all in onnxruntime.
+`--onnx` compares the methods that export to ONNX with exact attention, all in onnxruntime, forward and bidirectional.
 
 `--device cuda` measures bfloat16 and 16 heads by default, against PyTorch's flash kernel, in forward passes and in
 forward and backward passes. A method that does not fit the device is left out, with a message.
@@ -60,10 +60,6 @@ COLUMNS = {
     "times faster": "{ratio:.1f}x", "min..max": "{ratio_min:.1f}..{ratio_max:.1f}",
     "extra memory / inputs": "{extra_memory:.2f}",
 }  # fmt: skip
-ONNX_COLUMNS = {
-    "tokens": "{length}", "attention": "{method}", "ms": "{ms:.1f}", "exact ms": "{reference_ms:.1f}",
-    "times faster": "{ratio:.2f}x", "min..max": "{ratio_min:.2f}..{ratio_max:.2f}",
-}  # fmt: skip
 AUTO_COLUMNS = {
     "case": "{source}", "tokens": "{length}", "attention": "{method}", "ms": "{ms:.3g}",
     "time relative to exact": "{relative:.2f}",
@@ -105,7 +101,7 @@ class _Attention(torch.nn.Module):
 
 
 def measure_onnx(configs: Mapping[str, MethodConfig], case: Case, rounds: int) -> dict[str, Timing]:
-    """Timings of the methods in onnxruntime, relative to exact attention there."""
+    """As `measure`, in onnxruntime."""
     import onnxruntime  # an optional dependency
 
     options, inputs = onnxruntime.SessionOptions(), make_inputs(case)
@@ -118,7 +114,8 @@ def measure_onnx(configs: Mapping[str, MethodConfig], case: Case, rounds: int) -
         given = {one.name: x.numpy() for one, x in zip(session.get_inputs(), inputs, strict=True)}
         return lambda: session.run(None, given)
 
-    return paired(call(None), {label: call(config) for label, config in configs.items()}, rounds)[1]
+    exact, timed = paired(call(None), {label: call(config) for label, config in configs.items()}, rounds)
+    return {EXACT: exact, **timed}
 
 
 def settings(lengths: list[int], causal: bool, backward: bool | None, sizes: Case) -> list[Case]:
@@ -167,21 +164,24 @@ def attention(
         raise UnsupportedAttentionError("--short chooses the lengths itself; leave out --length")
     if short + auto + onnx > 1 or ((auto or onnx) and where != "cpu"):
         raise UnsupportedAttentionError("--short, --auto and --onnx exclude each other; the last two are for CPUs")
+    if (auto or onnx) and (causal or backward is not None or (onnx and sizes.dtype != "float32")):
+        raise UnsupportedAttentionError(
+            "--auto and --onnx have forms of their own: leave out --causal and --backward, and --dtype with --onnx"
+        )
     # --short replaces the hyperparameters that a budget sets.
     usual_methods = AUTO if auto else ONNX_METHODS if onnx else [x for x in METHODS if not (short and ":" in x)]
     named = method or usual_methods
     configs, lengths = parse_methods(named), parse_lengths(length)
-    columns = COLUMNS if memory else dict([*COLUMNS.items()][:-1])
+    memory = memory and not (auto or onnx)
+    columns = AUTO_COLUMNS if auto else COLUMNS if memory else dict([*COLUMNS.items()][:-1])
     if auto:
-        sizes, columns, memory = sizes._replace(num_heads=heads or 12), AUTO_COLUMNS, False
+        sizes = sizes._replace(num_heads=heads or 12)
         pairs = itertools.product(AUTO_CASES, lengths or AUTO_LENGTHS)
         cases = [sizes._replace(length=n, **changes) for changes, n in pairs]
     elif short or onnx:
         sizes = sizes._replace(causal=causal, backward=bool(backward))
         found = SHORT_CASES if short else [{"length": n} for n in lengths or (2048, 8192)]
         cases = [sizes._replace(**changes) for changes in found]
-        if onnx:
-            columns, memory = ONNX_COLUMNS, False
     else:
         cases = settings(lengths, causal, backward, sizes)
     rows: list[dict[str, Any]] = []

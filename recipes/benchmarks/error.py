@@ -30,7 +30,6 @@ Duration: 2 minutes for the first command, one with `--half`. Expected: the tabl
 within its budget, no method has more than 3 times the error of exact attention in the same dtype.
 """
 
-import contextlib
 import itertools
 import pathlib
 import statistics
@@ -49,7 +48,6 @@ from hf_efficient_attn.evaluation.defaults import method_label
 from hf_efficient_attn.evaluation.timing import use_threads
 from hf_efficient_attn.methods import MethodConfig
 from recipes.common import commands
-from recipes.common.gpu_model import rounding_of_a_gpu
 from recipes.common.inputs import (
     Activation,
     alibi,
@@ -67,8 +65,8 @@ MODELS = ("minilm", "deit", "random")
 # Of --half: without "auto", which is one of the others or exact.
 HALF_METHODS = [name for name in hea.available_methods() if name != "auto"]
 HALF_COLUMNS = {
-    "dtype": "{dtype}", "attention": "{method}", "exact": "{exact:.2g}", "within its budget": "{within:.2g}",
-    "at its budget": "{at:.2g}", "times exact": "{times:.2f}",
+    "dtype": "{dtype}", "budget": "{budget}", "attention": "{method}", "exact": "{exact:.2g}",
+    "within its budget": "{within:.2g}", "at its budget": "{at:.2g}", "times exact": "{times:.2f}",
     "approximation": "{approximation:.2g}", "in all": "{in_all:.2g}",
 }  # fmt: skip
 COLUMNS = {"attention": "{method}", "budget": "{budget}", "error": "{error:.3f}{worse}", "deviation": "{deviation:.3f}"}
@@ -152,16 +150,16 @@ def measure_half(
     configs: Mapping[str, MethodConfig],
     activations: Sequence[Activation],
     dtypes: Sequence[str],
-    budget: int,
+    budgets: Sequence[int],
     causal: bool,
 ) -> list[dict[str, Any]]:
-    """One row for each dtype and method: the means of its errors over the activations."""
-    rows = []
-    for dtype, (label, config) in tqdm([*itertools.product(dtypes, configs.items())], disable=None, leave=False):
+    """One row for each dtype, budget and method: the means of its errors over the activations."""
+    rows, cases = [], [*itertools.product(dtypes, budgets, configs.items())]
+    for dtype, budget, (label, config) in tqdm(cases, disable=None, leave=False):
         rounded = [Activation(a.layer, *(x.to(getattr(torch, dtype)) for x in a[1:4]), a.scale) for a in activations]
         found = [half_errors(config, one, budget, causal) for one in rounded]
         means = {k: None if found[0][k] is None else statistics.fmean(one[k] for one in found) for k in found[0]}
-        rows.append({"method": label, "dtype": dtype, **means, "times": means["at"] / means["exact"]})
+        rows.append({"method": label, "dtype": dtype, "budget": budget, **means, "times": means["at"] / means["exact"]})
     return rows
 
 
@@ -187,7 +185,6 @@ def error(
         bool, "The hyperparameters of each method as they are, without a budget.", "--defaults"
     ) = False,
     half: commands.option(list[str], "What these dtypes add: bfloat16, float16. [default: none]", metavar="TYPE") = [],  # noqa: B006
-    as_gpu: commands.option(bool, "With --half: round as the kernels of a GPU do.", "--as-gpu") = False,
     with_alibi: commands.option(bool, "Add the bias by distance of ALiBi to the scores.", "--alibi") = False,
     causal: commands.option(bool, "Causal attention, for methods that have it.", "--causal") = False,
     csv: commands.Csv = None,
@@ -202,8 +199,6 @@ def error(
     biased = with_alibi or model not in MODELS
     if biased and half:
         raise UnsupportedAttentionError("--half measures without a bias: leave out --alibi and a T5")
-    if as_gpu and not half:
-        raise UnsupportedAttentionError("--as-gpu: float32 is not rounded; give --half bfloat16")
     # Causal forms always have a window as near field, whatever `near_field` is.
     usual = HALF_METHODS if half else [name for name in METHODS if not (causal and "near_field" in name)]
     named = parse_methods(method or usual)
@@ -227,8 +222,7 @@ def error(
             table = alibi(*activations[0].query.shape[1:3])
             activations = [one._replace(bias=table) for one in activations]
         if half:
-            with rounding_of_a_gpu() if as_gpu else contextlib.nullcontext():
-                rows = measure_half(configs, activations, dtypes, budgets[0], causal)
+            rows = measure_half(configs, activations, dtypes, budgets, causal)
         else:
             rows = measure(list(configs.values()), activations, budgets, seeds, causal)
             mean = mean_error(activations, exact_outputs(activations, causal), causal)
@@ -238,7 +232,7 @@ def error(
         f"{layers} layers, {num_heads} heads of {head_dim}, {len(activations) // layers} inputs"
     )
     if half:
-        commands.report(rows, HALF_COLUMNS, f"{title}; budget {budgets[0]}. Relative Frobenius norm.", csv=csv)
+        commands.report(rows, HALF_COLUMNS, f"{title}. Relative Frobenius norm.", csv=csv)
         return
     note = f"{title}. Relative operator norm, mean over heads, layers and inputs; {seeds} seeds for random methods.\n"
     rows = [{**row, "worse": " *" * (row["error"] > mean)} for row in rows]

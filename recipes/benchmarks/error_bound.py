@@ -77,12 +77,17 @@ def approximated_heads(model: nn.Module, batch: Mapping[str, Any], limit: float)
     return rows
 
 
+def lengths_of(source: str, tokens: list[int]) -> list[int]:
+    """The lengths for which the model of a source has positions."""
+    return [length for length in tokens if length <= _POSITIONS.get(source, length)]
+
+
 def converted(
     configs: Mapping[str, MethodConfig], sources: list[str], tokens: list[int], data: pathlib.Path
 ) -> Iterator[tuple[dict[str, Any], nn.Module, Mapping[str, Any]]]:
     """Every input in a model that is converted to every method: what it is, the model and the batch."""
     for source in sources:
-        lengths = [length for length in tokens if length <= _POSITIONS.get(source, length)]
+        lengths = lengths_of(source, tokens)
         model, load = open_source(source, data, max(lengths))
         for label, config in configs.items():
             if source == "gpt2" and not hea.method_info(config.method).causal:
@@ -138,8 +143,12 @@ def error_bound(
 ) -> None:
     """Measure how often the bound of `hea.attention_error`, or that of `auto`, fails."""
     known = [name for name in SOURCES if not (auto and name == "gpt2")]
-    sources, lengths, counts = split_list(source) or known, parse_lengths(tokens) or TOKENS, parse_lengths(rows) or ROWS
+    lengths, counts = parse_lengths(tokens) or TOKENS, parse_lengths(rows) or ROWS
+    sources = split_list(source) or [name for name in known if lengths_of(name, lengths)]
     commands.check_known("--source", sources, known)
+    for name in sources:
+        if not lengths_of(name, lengths):
+            raise UnsupportedAttentionError(f"--source {name} has {_POSITIONS[name]} positions: give fewer --tokens")
     if auto:
         if rows or budgets or method:
             raise UnsupportedAttentionError("--auto decides by the data: leave out --rows, --budget and --method")

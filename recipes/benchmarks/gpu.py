@@ -3,7 +3,7 @@
     python -m recipes.benchmarks.gpu --minutes 8 -o OUT
     python -m recipes.benchmarks.gpu --device cpu --length 2048,4096 --minutes 2 -o OUT      (to try it)
 
-The run has four parts, and writes gpu.json and gpu.md into OUT after each of them:
+The run has four parts, and writes gpu.json and gpu.md into OUT after each of their steps:
 
 1. Promises: output and gradient of every method are finite and those of the CPU, masked keys have no influence, nor
    have later tokens, and a batch row is computed as if alone.
@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_efficient_attn as hea
-from hf_efficient_attn.cli import Device, main_of, parse_device, parse_lengths, parse_methods
+from hf_efficient_attn.cli import Device, main_of, parse_device, parse_dtype, parse_lengths, parse_methods
 from hf_efficient_attn.evaluation.progress import Execution, Step, carry_out
 from hf_efficient_attn.evaluation.timing import calls_to_time, processor_name, time_calls, use_device
 from hf_efficient_attn.io.json import write_json
@@ -289,6 +289,7 @@ def gpu(
     # A build of PyTorch for CUDA has an accelerator also on a machine without one.
     found = torch.accelerator.current_accelerator(check_available=True)
     where = parse_device(device or getattr(found, "type", "cpu"))
+    parse_dtype(dtype)
     check_folder(output, ("gpu.json", "gpu.md"), force=force)
     configs = parse_methods(method or [name for name in hea.available_methods() if name != "auto"])
     case = Case(0, num_heads=heads, dtype=dtype, device=str(where))
@@ -322,8 +323,7 @@ def gpu(
                 same = {"length": part.length, "dtype": part.dtype, "causal": part.causal, "backward": part.backward}
                 kept = [row for row in result["times"] if any(row[key] != same[key] for key in same)]
                 result["times"] = sorted(kept + times(chosen, part, value), key=lambda row: row["length"])
-                write(result, output)
-    write(result, output)
+            write(result, output)
     typer.echo(markdown(result))
     if broken(result):
         typer.echo(f"Promises that are broken: {'; '.join(broken(result))}", err=True)

@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_efficient_attn.cli import main_of, parse_lengths, parse_methods
+from hf_efficient_attn.errors import UnsupportedAttentionError
 from hf_efficient_attn.methods import MethodConfig, available_methods, get_method, method_info, sharded_attention
 from hf_efficient_attn.ops.shards import Shards, over_heads
 from recipes.common import commands
@@ -121,13 +122,13 @@ def run(
     csv: commands.Csv = None,
 ) -> None:
     """Count the bytes that a process sends in one layer, in bfloat16."""
-    how = Setting((1, 16, 16, 64), processes, causal)
+    how, lengths = Setting((1, 16, 16, 64), processes, causal), parse_lengths(length) or [8192, 65_536]
+    if min(lengths) < processes:
+        raise UnsupportedAttentionError(f"--length {min(lengths)}: give at least one token for each process")
     names = method or [name for name in available_methods() if get_method(name).sharded is not None]
     configs = {k: v for k, v in parse_methods(names).items() if not causal or method_info(v.method).causal}
     rows = [
-        row(label, config, tokens, how)
-        for tokens in parse_lengths(length) or [8192, 65_536]
-        for label, config in {**configs, EXCHANGE: None}.items()
+        row(label, config, tokens, how) for tokens in lengths for label, config in {**configs, EXCHANGE: None}.items()
     ]
     columns = {"tokens": "{length:,}", "attention": "{method}", "sent forward": "{forward:.3g} MB"}
     columns |= {"sent backward": "{backward:.3g} MB", "collectives": "{collectives}"}

@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_efficient_attn.methods._shared import heads
-from hf_efficient_attn.ops import attend, exact
-from hf_efficient_attn.ops.backends import launches, products
-from hf_efficient_attn.ops.backends.backend import AttendCall, Backend, Partial, safe_row_max
+from hf_efficient_attn.ops import exact
+from hf_efficient_attn.ops.backends import launches
 from recipes.common.kernel_costs import COSTS
 
 _ATEN = torch.ops.aten
@@ -330,34 +329,6 @@ def as_on_a_gpu(launch: Callable[[launches.Launch], None]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for (module, name), function in replaced.items():
             stack.enter_context(mock.patch.object(module, name, function))
-        yield
-
-
-def _rounded_attention(call: AttendCall) -> Partial:
-    """FlashAttention in half precision: operands, weights and results have the dtype of the queries."""
-    dtype = call.query.dtype
-    query, key, value = (x.to(dtype).float() for x in (call.query, call.key, call.value))
-    scores = query @ key.mT * call.scale  # (BH, T, Nq, Nk)
-    if call.bias is not None:  # as the sum of two numbers
-        bias = call.bias.float().clamp(min=-6e4)
-        high = bias.to(dtype).float()
-        scores = (scores + high + (bias - high).to(dtype)).masked_fill(call.bias == -torch.inf, -torch.inf)
-    row_max = safe_row_max(scores.amax(-1, keepdim=True))
-    weights = (scores - row_max).exp()
-    total = weights.sum(-1, keepdim=True)
-    out = (weights.to(dtype).float() @ value / total.clamp(min=1e-30)).to(dtype)
-    return Partial(out.to(call.value.dtype), (total.log() + row_max).squeeze(-1))
-
-
-@contextlib.contextmanager
-def rounding_of_a_gpu() -> Iterator[None]:
-    """Compute attention in half precision on the CPU with the rounding of the kernels of a GPU."""
-
-    def applies(call: AttendCall) -> bool:
-        return call.query.dtype in _HALF and call.dropout_p == 0.0 and call.key.shape[2] > 0
-
-    emulated = Backend("emulated", applies, _rounded_attention, None)
-    with mock.patch.object(attend, "BACKENDS", (emulated, products.BACKEND)):
         yield
 
 

@@ -324,5 +324,8 @@ def similarities(questions: Tensor, pieces: Tensor, own: Tensor, count: int) -> 
 
 
 def ranks(similar: Tensor, own: Tensor) -> Tensor:
-    """The rank (Q,) of each question's own text among all, from 1, by their similarities (Q, P); `own` (Q,)."""
-    return 1 + (similar > similar.gather(1, own[:, None])).sum(1)
+    """The rank (Q,) of each question's own text among all, from 1, by their similarities (Q, P); `own` (Q,).
+
+    NaN, of a method that fails, counts as larger than all numbers, so that nothing seems to be found.
+    """
+    return 1 + (~(similar <= similar.gather(1, own[:, None]))).sum(1)

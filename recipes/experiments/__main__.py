@@ -210,7 +210,7 @@ class Curve(NamedTuple):
 class Result:
     """The finished runs of a group by line and seed, and the variant from the start of every up-trained line.
 
-    A folder without an up-trained variant and the same variant from the start is refused.
+    A folder without an up-trained variant, the same variant from the start, and its base is refused.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -230,6 +230,11 @@ class Result:
             raise UnsupportedAttentionError(
                 f"{folder} holds no finished run of an up-trained variant and of the same variant from the start"
             )
+        for line in self.variants:
+            if self.base(line) not in self.runs:
+                raise UnsupportedAttentionError(
+                    f"{folder} holds no finished run of {self.base(line)}, the base of {line}"
+                )
 
     def base(self, line: str) -> str:
         """The line with the attention of a line's first stage."""

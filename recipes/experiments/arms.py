@@ -189,6 +189,11 @@ SETUPS: dict[str, tuple[tuple[str, ...], Callable[[str, pathlib.Path, int, pathl
 }
 
 
+def results_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The results in a folder, one for each task and seed."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-*.json"))]
+
+
 @app.command(epilog="Example: python -m recipes.experiments.arms run glue --output runs --seeds 3")
 def run(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="glue or pictures.")],
@@ -200,6 +205,10 @@ def run(
     """Run the missing tasks and seeds, and print the table. A task and seed with a result is not repeated."""
     commands.check_known("GROUP", [group], SETUPS)
     tasks, setup_of = SETUPS[group]
+    for cost in {one["cost_in_task_steps"] for one in results_of(output / group)} - {steps}:
+        raise UnsupportedAttentionError(
+            f"{output / group} has results of --steps {cost}, which cannot be compared: give another --output"
+        )
     for seed, task in itertools.product(range(seeds), tasks):
         path = output / group / f"{task}-{seed}.json"
         if path.is_file():
@@ -224,8 +233,7 @@ def show(
     csv: commands.Csv = None,
 ) -> None:
     """Print the table of existing results."""
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-*.json"))]
-    if not results:
+    if not (results := results_of(folder)):
         raise UnsupportedAttentionError(f"{folder} holds no results: make them with the command run")
     columns = list(dict.fromkeys((r["task"], figure) for r in results for figure in r["figures"]["exact"]))
     lines = []
@@ -241,7 +249,8 @@ def show(
     ]
     typer.echo(f"\nEvery arm costs as much as {results[0]['cost_in_task_steps']} steps of task training.")
     seeds = len({r["seed"] for r in results})
-    typer.echo(f"Seconds per step: {', '.join(costs)}. {seeds} seeds: mean and half the range.")
+    several = f"{seeds} seeds: mean and half the range." if seeds > 1 else "One seed."
+    typer.echo(f"Seconds per step: {', '.join(costs)}. {several}")
 
 
 if __name__ == "__main__":

@@ -289,15 +289,13 @@ def test_the_report(flat, capsys, timed_by_columns):
     model, about, *_ = out.splitlines()
     assert model == f"{flat[1].parent.name}/a model, words.txt, 2 texts of 60 tokens"
     assert about.endswith(", cpu, float32")
-    assert "| layer | stable rank | tail/head |" in out
+    assert "| layer | stable rank | tail/head |" in out and "    0: exact\n" in out
     assert "Recommendation for errors below .10 on unseen inputs of up to 60 tokens:\n    1: nystromformer, 4 c" in out
-    assert "    0: exact\n" in out
-    assert "\nExpected: mean error .00 in the converted layers.\n" in out
+    assert "\nExpected: mean error " in out and "mean error .00 " not in out and "Measured here: attention is " in out
     saves = "this saves nothing" not in out
-    assert "Measured here: attention is " in out
     assert f"To apply it{'' if saves else ' all the same'}:\n    printf " in out
     out = " ".join(shown(capsys, *flat, "--methods", "longformer", "--calibrate", "1e-7").out.split())
-    assert "No method keeps an error of .00 in any layer. Allow a larger error" in out
+    assert "No method keeps an error of 1e-07 in any layer. Allow a larger error" in out
     assert "hf-efficient-attn convert" not in out
     out = shown(capsys, *flat, "--methods", "nystromformer", "--max-error", "9").out
     assert ": exact\n" not in out  # both layers are converted

@@ -100,7 +100,7 @@ STATEMENTS = {
             "| 128 | 2 | kdeformer | 0.0321 | 1.25x | 0.2500 |  | 18 |",
             "| 64 | 2 | linear | 0.005 | 2.00x | 0.7500 | 0.2500 |  |",
             "\n- linear does not pay off.\n- The data are small.\n",
-            "on 8 examples of book.txt, with up to 128 tokens. Machine",
+            "on 8 examples of book.txt, with up to 128 tokens. Machine", "Agreement: share of the masked tokens, every",
             "cpu A CPU; threads 2",
         ],
         ["Not measured", "benchmark.png", "The measurement was stopped", "tokens/s"],
@@ -143,7 +143,7 @@ STATEMENTS = {
     ),
     "calibrated": (
         {"config": config_json(efficient_attention={"method": "kdeformer", "calibrated_length": 2048, "version": 2})},
-        ["calibrated on texts of 2048 tokens"], [],
+        ["calibrated on inputs of 2048 tokens"], [],
     ),
     "a mix": (
         {"config": config_json(attn_implementation="longformer", efficient_attention=MIX)},

@@ -147,7 +147,8 @@ def test_the_speed_is_measured_on_real_inputs(data):
 def test_methods_in_onnxruntime(table):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    assert "| 64     | linear    |" in table(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1")[1]
+    rows, out = table(attention, "--onnx --method linear --length 64 --heads 2 --rounds 1")
+    assert [row["method"] for row in rows] == ["sdpa", "linear"] and "| 64     | 1    | fwd  | linear    |" in out
 
 
 def test_a_training_step_is_measured(table, monkeypatch):
@@ -238,10 +239,7 @@ def random_inputs(causal=False, config=None):
         ("transformers", "nystromformer", {"num_landmarks": 8}, False),
         ("linformer", "linformer", {"projection_dim": 12, "share": "none", "init": "gaussian"}, False),
         ("transformers", "longformer", {"window_size": 8}, False),
-        ("local-attention", "longformer", {"window_size": 16}, False),
-        ("local-attention", "longformer", {"window_size": 16}, True),
-        ("torch", "longformer", {"window_size": 16}, False),
-        ("torch", "longformer", {"window_size": 16}, True),
+        *((name, "longformer", {"window_size": 16}, x) for name in ("local-attention", "torch") for x in peers.BOTH),
     ],
 )
 @torch.no_grad()

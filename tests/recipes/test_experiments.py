@@ -112,6 +112,10 @@ def test_curves_compare_up_training_with_its_references(folder, tmp_path, capsys
     row = next(line for line in out.splitlines() if "2 of 2" in line and "25 ± 0" in line)
     assert "40 ± 0" in row and "0.50 ± 0.00" in row
     assert "-0.500 ± 0.000" in out and "0 of 2" in out
+    for seed in range(2):
+        (experiments.folder_of(runs, "linear", task, seed) / "metrics.json").unlink()
+    assert run(experiments, "curves", runs, "--output", picture) == 2
+    assert "holds no finished run of linear, the base of flurka_linear" in capsys.readouterr().err
     empty = tmp_path / "other" / "flurka_books"
     empty.mkdir(parents=True)
     assert run(experiments, "curves", empty, "--output", tmp_path / "none.png") == 2
@@ -176,9 +180,11 @@ def test_table_of_arms(tmp_path, capsys):
     for seed, value in ((0, 0.5), (1, 0.7)):
         figures = {arm: {"accuracy": value} for arm in ("exact", *arms.ARMS)}
         found = {"task": "mrpc", "seed": seed, "cost_in_task_steps": 100, "figures": figures}
-        (tmp_path / f"mrpc-{seed}.json").write_text(json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
-    assert run(arms, "show", tmp_path) == 0
+        write(tmp_path / "glue" / f"mrpc-{seed}.json", json.dumps(found | {"seconds_per_step": {"task": 1.5}}))
+    assert run(arms, "show", tmp_path / "glue") == 0
     shown = capsys.readouterr().out
+    assert run(arms, "run glue --steps 50 --output", tmp_path) == 2
+    assert "has results of --steps 100" in capsys.readouterr().err
     lines = shown.splitlines()
     assert [line.split("|")[1].strip() for line in lines if "0.600 ± 0.100" in line] == ["exact", *arms.ARMS]
     assert "as much as 100 steps" in shown and "task 1.50" in shown

@@ -175,6 +175,7 @@ def test_ranks_and_similarities_of_a_search():
     questions = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
     paragraphs = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.8, 0.6]])
     assert real_inputs.ranks(questions @ paragraphs.t(), torch.tensor([0, 0, 1])).tolist() == [1, 3, 2]
+    assert real_inputs.ranks(torch.full((1, 3), torch.nan), torch.tensor([0])) > 3
     # A text in pieces is as similar as the mean of them, or as the best one.
     pieces, question = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]]), torch.tensor([[0.0, 1.0]])
     found = real_inputs.similarities(question, pieces, torch.tensor([0, 0, 1]), 2)

@@ -201,14 +201,16 @@ def test_errors_of_a_method(causal):
 
 def test_the_command_of_errors(table):
     methods = "--method nearfar,linear,nystromformer:pinv=solve --half bfloat16,float16"
-    rows, out = table(error_table, "--tokens 64 --budget 16 --inputs 2", methods)
+    wider, out = table(error_table, "--tokens 64 --budget 16,32 --inputs 2", methods)
+    rows = [row for row in wider if row["budget"] == "16"]
+    assert len(wider) == 2 * len(rows) and float(wider[0]["approximation"]) > float(wider[3]["approximation"]) > 0
     names = ["nearfar", "linear", "nystromformer (pinv=solve)"]
     assert [(row["dtype"], row["method"]) for row in rows] == [(d, n) for d in ("bfloat16", "float16") for n in names]
     bfloat16, float16 = (float(row["exact"]) for row in rows[::3])
     assert float16 < bfloat16 / 4
     assert [bool(row["within"]) for row in rows[:3]] == [True, False, True]
     assert all(float(row["within"]) <= 3 * float(row["exact"]) for row in rows if row["within"])
-    assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs; budget 16" in out
+    assert "random: 64 tokens, 1 layers, 8 heads of 64, 2 inputs. Relative" in out
 
 
 HOW = sequence_parallel.Setting((1, 16, 16, 64), 8, False)
