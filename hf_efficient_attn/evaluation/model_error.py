@@ -108,7 +108,7 @@ def attention_error(model: nn.Module, batch: Batch, *, num_rows: int | None = 12
     The error of a head is |A - E| / |E| in the operator norm, where A is its output and E that of exact attention for
     the same queries, keys and values. It is estimated from the exact output of `num_rows` queries, so that a call costs
     little more than a forward pass. The bound adds a margin for the queries that were not sampled: it holds for the
-    mean over heads in at least 99 % of layers, and is typically 1.3 times the error with 128 rows, 1.4 times with 64.
+    mean over heads in at least 99 % of layers, and is typically 1.3 times the error with 128 rows, 1.5 times with 64.
     `hf_efficient_attn.ops.row_error` defines both.
 
     Unlike `hea.calibrate`, which measures what a method would cost in the exact model, this measures the model as it

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 class EfficientAttentionConfig(KnownFields):
     """The settings that a model carries in `config.efficient_attention`. Immutable, checked when they are made.
 
-    Two settings are equal if models compute the same with them.
+    Two settings are equal if their entries are, the layers in the same order. A model then computes the same.
 
     Args:
         method: a name from `hea.available_methods()` or a method's config. It is also the `attn_implementation` under

@@ -40,9 +40,9 @@ class UptrainingSchedule:
     Args:
         stages: each (attention, end) or (attention, end, hyperparameters). `attention` is the name or the config of a
             method, an `EfficientAttentionConfig`, or "sdpa". `end` is the share of all steps after which the stage ends
-            (a float; the last must be 1.0) or the number of steps (an integer; the last may be None). The key "layers"
-            among the hyperparameters selects layers as in `hea.convert`, and "distill" is the number of steps of the
-            stage's distillation, which do not count as steps of the training.
+            (a float; the last must be 1.0) or the number of steps (an integer; the last one has no effect, and may be
+            None). The key "layers" among the hyperparameters selects layers as in `hea.convert`, and "distill" is the
+            number of steps of the stage's distillation, which do not count as steps of the training.
         total_steps: the number of steps of the whole training. `step` needs it if ends are shares; Trainer tells the
             callback.
 
