@@ -24,6 +24,8 @@ from hf_efficient_attn.ops.tracing import unwrapped
 
 # Arguments that tell where the texts of a packed row begin.
 ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+# What configs call layers that give later tokens a state of earlier ones, or a convolution over them.
+_STATES = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 _PAD = "pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening)"
 
@@ -59,6 +61,11 @@ def are_packed(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
         raise UnsupportedAttentionError(f"{what}but in other places than those where position_ids begin again")
     if not bool((unwrapped(steps) <= 0).any()):  # positions that skip tokens do not begin again
         return False
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if found := sorted(_STATES.intersection(kinds)):
+        mixed = f"and layers of this model ({', '.join(found)}) carry a state from one text into the next"
+        raise UnsupportedAttentionError(f"{what}{mixed}: {_PAD}")
     if not any(_reads_positions(type(x).__module__) for x in model.modules() if isinstance(x, PreTrainedModel)):
         refuse_where((steps < 0).any(), message)  # in encoders positions may be equal
         return False

@@ -108,6 +108,16 @@ def test_code_that_hands_positions_to_the_mask(kind):
     close(model(**collated()).logits, alone(model), 1e-4)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("Lfm2", "conv"), ("MiniMax", "linear_attention")])
+def test_layers_that_carry_a_state_from_one_text_into_the_next(name, kind):
+    config_class = getattr(transformers, f"{name}Config")
+    config = config_class(**sizes(config_class, layer_types=[kind, "full_attention"]))
+    model = hea.convert(getattr(transformers, f"{name}ForCausalLM")(config).eval(), "nearfar")
+    for batch in (collated(), collated(return_seq_idx=True)):
+        refuses(kind, model, **batch)
+    model(collated()["input_ids"])
+
+
 def test_measuring_refuses_packed_rows():
     refuses("measuring attention: the rows are packed", hea.attention_error, tiny_model("llama", "linear"), collated())
 
