@@ -10,13 +10,14 @@ import transformers
 import hf_efficient_attn as hea
 from each import refuses
 from helpers.model_types import sizes
-from helpers.windowed_models import MIXED, WARNING, converted, exact_model
+from helpers.windowed_models import KINDS, MIXED, WARNING, converted, exact_model
 from hf_efficient_attn.conversion.checkpoint import convert_saved_model
+from hf_efficient_attn.integration.cache import cache_argument
 from hf_efficient_attn.integration.exact import exact_layer
 from instances import inputs
 from processes import mesh
 from promises import Memory
-from tiny_models import SMALL, output
+from tiny_models import SMALL, generate, output
 
 
 def batch(length: int, padding: str) -> dict:
@@ -51,6 +52,14 @@ def test_a_model_whose_layers_share_keys_keeps_some_logits():
     model, inputs = exact_model("Gemma4Text", "ForCausalLM"), batch(70, "left")
     expected, found = (output(one, inputs, logits_to_keep=3) for one in (model, converted(model)))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_share_keys_need_all_of_them():
+    more = {"num_hidden_layers": 4, "layer_types": KINDS[:2] * 2, "num_kv_shared_layers": 2}
+    model, inputs = converted(exact_model("Gemma4Text", "ForCausalLM", **more), "linear"), batch(30, "left")
+    refuses("two layers .* use the same keys, and a state .*=DynamicCache", generate, model, inputs)
+    kept = {cache_argument(): transformers.DynamicCache()}
+    assert torch.equal(generate(model, inputs, **kept), generate(model, inputs, use_cache=False))
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
