@@ -108,6 +108,18 @@ def test_code_that_hands_positions_to_the_mask(kind):
     close(model(**collated()).logits, alone(model), 1e-4)
 
 
+def test_positions_of_models_of_pictures():
+    """Four rows of positions begin with those of the tokens. Of three rows, the model hands none to its mask."""
+    config = transformers.Qwen3VLTextConfig(**sizes(transformers.Qwen3VLTextConfig))
+    model, batch = hea.convert(transformers.Qwen3VLTextModel(config).eval(), "linear"), collated()
+    expected = model(**batch).last_hidden_state
+    positions = batch.pop("position_ids")
+    close(model(**batch, position_ids=positions.expand(4, -1, -1)).last_hidden_state, expected, 1e-5)
+    refuses("packed sequences", model, **batch, position_ids=positions.expand(3, -1, -1))
+    picture = torch.arange(sum(LENGTHS)).clamp(max=50).expand(3, 1, -1)
+    assert model(**batch, position_ids=picture).past_key_values is not None
+
+
 @pytest.mark.parametrize(("name", "kind"), [("Lfm2", "conv"), ("MiniMax", "linear_attention")])
 def test_layers_that_carry_a_state_from_one_text_into_the_next(name, kind):
     config_class = getattr(transformers, f"{name}Config")
