@@ -404,6 +404,13 @@ def test_methods_that_decode_exactly(method):
     assert cache.layers[1].keys.shape[2] <= 16
 
 
+def test_all_heads_of_a_sequence_share_the_mask_of_a_chunk():
+    key, mask = numbers(2, 8, 2000, 4), torch.arange(2000) > torch.tensor([[9], [0]])
+    with Memory() as largest:
+        hea.attention("nearfar", key[:, :, :100], key, key, attention_mask=mask, is_causal=True)
+    assert largest.numel <= 2 * 100 * 2000
+
+
 def layer_outputs(query, key, value, columns, prompt, mask=None, kind="landmarks") -> tuple[Tensor, NearFarLayer]:
     """The outputs of a layer, a prompt first and then one token after the other."""
     layer = (LookUpLayer if kind == "look-ups" else NearFarLayer)(NEARFAR, columns)
