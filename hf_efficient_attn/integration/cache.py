@@ -78,9 +78,7 @@ class MethodLayer(DynamicLayer):
     # The attributes that change with the tokens: None, tensors whose first dimension is the batch, or named tuples of
     # such tensors. A selection of rows replaces them.
     _content: ClassVar[tuple[str, ...]]
-    # For messages: what the layer holds, and what to do where two layers share keys.
-    _holds: ClassVar[str]
-    _unshared: ClassVar[str]
+    _holds: ClassVar[str]  # for messages
     options: dict[str, Any] | None
     _first_attention: Callable[..., Tensor]
     _attention: Callable[..., Tensor]
@@ -126,7 +124,10 @@ class MethodLayer(DynamicLayer):
         if not isinstance(key, NewKeys):
             return self._first_attention(query, (key, value, attention_mask), options)
         if self.was_used:
-            refuse(f"two layers of this model use the same keys, which {self._unshared}", self.method)
+            advice = f"give a cache that keeps all keys, {cache_argument()}=DynamicCache()"
+            refuse(
+                f"two layers of this model use the same keys, and {self._holds} cannot be shared: {advice}", self.method
+            )
         with torch._C.DisableTorchFunctionSubclass():
             key = key.as_subclass(Tensor)
         out = self._attention(query, (key, value, self._new_mask(attention_mask, self.seen - value.shape[2])), options)
@@ -197,7 +198,6 @@ class StateLayer(MethodLayer):
 
     _content = ("state", "valid", "pending", "keys", "values")
     _holds = "a state"
-    _unshared = "a state does not support: generate with use_cache=False"
     state: Any  # named tuple of tensors (B, H_kv, ...); None before the first tokens, and if keys are kept instead
     pending: Tokens | None  # tokens that are not part of the state yet
 

@@ -101,7 +101,8 @@ KINDS = (
     ModelKind("GitVisionModel|(DeepseekOcr2|UnlimitedOcr)(VisionEncoder|Text(PreTrained)?Model)", ignores_table=True),
     ModelKind("Siglip2MultiheadAttentionPoolingHead", needs_exact_config=True),
     ModelKind("DiffusionGemmaDecoderTextAttention", hides_window=True),  # it says a window, and attends to all keys
-    ModelKind("DiffusionGemmaEncoderTextAttention|WhisperConfig", needs_cached_keys=True),
+    # DiffLlama attends to its keys twice.
+    ModelKind("DiffusionGemmaEncoderTextAttention|DiffLlamaAttention|WhisperConfig", needs_cached_keys=True),
     ModelKind("ConditionalDetrDecoderCrossAttention", size_of_keys=2),  # a token and its position
     ModelKind("DoryAttention", needs_cached_keys=True, if_config=("recurrent_kv_cache_mode", "last_loop")),
 )

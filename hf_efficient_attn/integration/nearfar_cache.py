@@ -41,7 +41,6 @@ class _Layer(MethodLayer):
     _add_first: Callable[[Tensor, Tokens], None]
     _add_later: Callable[[Tensor, Tokens, dict[str, Any]], Tensor]
     supports_early_init = False
-    _unshared = "NearFarCache does not support: use the ordinary cache"
 
     def __init__(self, method: MethodConfig, columns: int) -> None:
         super().__init__(method)

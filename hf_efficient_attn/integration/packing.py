@@ -24,6 +24,8 @@ from hf_efficient_attn.ops.tracing import unwrapped
 
 # Arguments that tell where the texts of a packed row begin.
 ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+# What configs call layers that give later tokens a state of earlier ones, or a convolution over them.
+_STATES = {"linear_attention", "mamba", "recurrent", "conv", "hybrid", "hybrid_sliding"}
 QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 _PAD = "pad the texts (DataCollatorWithPadding) instead of packing them (DataCollatorWithFlattening)"
 
@@ -35,6 +37,10 @@ def are_packed(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
     """
     ids, mask = given.get("position_ids"), given.get("attention_mask")
     argument = next((name for name in ARGUMENTS if given.get(name) is not None), None)
+    # Models of pictures take the axes of their positions. Four of them begin with the positions of the tokens, which go
+    # to the mask; three begin with the time, which does not.
+    are_times = isinstance(ids, Tensor) and ids.ndim == 3 and len(ids) < 4
+    ids = ids[0] if isinstance(ids, Tensor) and ids.ndim == 3 else ids
     if argument is None and (mask is not None or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_meta):
         return False
     what = f"{argument or 'position_ids'}: the rows are packed sequences, several texts in one, "
@@ -59,9 +65,15 @@ def are_packed(model: PreTrainedModel, given: Mapping[str, Any]) -> bool:
         raise UnsupportedAttentionError(f"{what}but in other places than those where position_ids begin again")
     if not bool((unwrapped(steps) <= 0).any()):  # positions that skip tokens do not begin again
         return False
-    if not any(_reads_positions(type(x).__module__) for x in model.modules() if isinstance(x, PreTrainedModel)):
-        refuse_where((steps < 0).any(), message)  # in encoders positions may be equal
+    parts = (x for x in model.modules() if isinstance(x, PreTrainedModel))
+    if are_times or not any(_reads_positions(type(x).__module__) for x in parts):
+        refuse_where((steps < 0).any(), message)  # in encoders and pictures positions may be equal
         return False
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if found := sorted(_STATES.intersection(kinds)):
+        mixed = f"and layers of this model ({', '.join(found)}) carry a state from one text into the next"
+        raise UnsupportedAttentionError(f"{what}{mixed}: {_PAD}")
     if given.get("use_cache") or given.get("past_key_values", given.get("cache")) is not None:
         raise UnsupportedAttentionError(f"{what}and a key-value cache would hold them as one text: use_cache=False")
     return True

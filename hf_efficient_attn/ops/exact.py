@@ -136,13 +136,9 @@ def biased_exact(
         bias = mask_bias(in_window, query.dtype)[None, None]  # (1, 1, block_q, Nk)
         bias = bias if table is None else bias + bias_of(table, distance)
         bias = bias if valid is None else bias + valid[..., first:end]  # (B or 1, H or 1, block_q, Nk)
-        if bias.shape[:2] != (1, 1):
-            bias = bias.expand(*query.shape[:2], -1, -1).flatten(0, 1)[:, None]  # (BH, 1, block_q, Nk)
-        # The heads of a sequence take the place of the blocks of `attend`.
-        # (BH, 1, ., .) each
-        rows, keys, values = (x.flatten(0, 1)[:, None] for x in (block, key[:, :, first:end], value[:, :, first:end]))
-        found = attend(rows, keys, values, bias, scale=scale, dropout_p=dropout_p)  # (BH, 1, block_q, Dv)
-        outs.append(output_of(found, with_lse)[:, 0].unflatten(0, query.shape[:2]))  # (B, H, block_q, Dv)
+        # Batch rows take the place of heads in `attend`, and heads take the place of blocks, which share a bias.
+        own = block, key[:, :, first:end], value[:, :, first:end]
+        outs.append(output_of(attend(*own, bias, scale=scale, dropout_p=dropout_p), with_lse))  # (B, H, block_q, Dv)
     return torch.cat(outs, 2)  # (B, H, Nq, Dv)
 
 

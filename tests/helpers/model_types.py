@@ -35,7 +35,7 @@ SAMPLE = {
     "Olmo2": DECODER, "Granite": DECODER, "Cohere": DECODER, "StableLm": DECODER, "Starcoder2": DECODER,
     "Bart": PAIR, "MBart": PAIR, "Marian": PAIR, "Pegasus": PAIR, "M2M100": PAIR, "T5": PAIR, "Whisper": MEL,
     "Wav2Vec2": SOUND, "Hubert": SOUND, "MPNet": TEXT, "RoFormer": TEXT, "MegatronBert": TEXT, "RemBert": TEXT,
-    "Tapas": TEXT, "Lilt": TEXT, "Bloom": DECODER,
+    "Tapas": TEXT, "Lilt": TEXT, "Bloom": DECODER, "DiffLlama": DECODER,
 }  # fmt: skip
 BIAS = "relative positions"
 NO_INTERFACE = "does not compute its attention through"

@@ -307,7 +307,6 @@ def test_transformers_takes_the_name_of_a_cache_without_a_warning():
 
 
 def test_a_compiled_forward_stores_keys():
-    """It is one graph."""
     model, ids = tiny_model("gpt2", "linear", head=True, n_layer=1), tiny_batch("gpt2", length=20)["input_ids"]
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -315,7 +314,6 @@ def test_a_compiled_forward_stores_keys():
         out = compiled(ids, **{cache_argument(): transformers.DynamicCache(config=model.config)}, use_cache=True)
         torch.testing.assert_close(out.logits, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)
     assert out.past_key_values.layers[0].keys.shape[2] == 20
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", STATES)

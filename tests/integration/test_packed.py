@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import hf_efficient_attn as hea
 from each import close, few_methods, refuses
 from helpers.model_types import sizes
+from helpers.windowed_models import converted, exact_model
 from hf_efficient_attn.integration.packing import texts_of
-from tiny_models import DECODERS, SMALL, tiny_batch, tiny_config, tiny_model
+from tiny_models import DECODERS, SMALL, tiny_batch, tiny_model
 
 LENGTHS = (33, 1, 70, 5, 19)
 TEXTS = [{"input_ids": [3 + i % 50 for i in range(at, at + n)]} for at, n in enumerate(LENGTHS)]
@@ -58,6 +59,7 @@ def test_what_says_where_texts_begin(family):
         refuses("give it position_ids", model, **collated(return_position_ids=False, **options))
     other = {**collated(return_flash_attn_kwargs=True), "position_ids": torch.arange(sum(LENGTHS))[None]}
     refuses("in other places", model, **other)
+    refuses("measuring attention: the rows are packed", hea.attention_error, model, batch)
     refuses("use_cache=False", model, **batch, use_cache=True)
     refuses("leave the attention_mask out", model, **other, attention_mask=torch.ones_like(batch["input_ids"]))
     # Another row has texts of other lengths.
@@ -77,11 +79,7 @@ def test_a_mask_says_that_a_row_is_one_text(family):
 
 
 def test_a_window_within_texts():
-    torch.manual_seed(0)
-    sizes = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
-    values = {**tiny_config("llama").to_dict(), **sizes, "model_type": "qwen3", "head_dim": 8}
-    config = transformers.Qwen3Config(**{k: v for k, v in values.items() if k not in ("architectures", "dtype")})
-    model = hea.convert(transformers.Qwen3ForCausalLM(config).eval(), "nearfar", block_size=24, num_samples=8)
+    model = converted(exact_model("Qwen2", "ForCausalLM"), hea.NearFarConfig(block_size=24, num_samples=8))
     close(model(**collated()).logits, alone(model), 1e-4)
 
 
@@ -101,23 +99,31 @@ def test_models_whose_masks_do_not_know_the_positions(family):
 
 @pytest.mark.parametrize("kind", ["mistral", "phi3", "starcoder2", "qwen2", "olmo2"])
 def test_code_that_hands_positions_to_the_mask(kind):
-    """Some choose the function that makes the mask before they call it."""
     config_class = transformers.CONFIG_MAPPING[kind]
     model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes(config_class))).eval()
     hea.convert(model, "longformer", window_size=6)
     close(model(**collated()).logits, alone(model), 1e-4)
 
 
-def test_measuring_refuses_packed_rows():
-    refuses("measuring attention: the rows are packed", hea.attention_error, tiny_model("llama", "linear"), collated())
+def test_positions_of_models_of_pictures():
+    config = transformers.Qwen3VLTextConfig(**sizes(transformers.Qwen3VLTextConfig))
+    model, batch = hea.convert(transformers.Qwen3VLTextModel(config).eval(), "linear"), collated()
+    expected, positions = model(**batch).last_hidden_state, batch.pop("position_ids")
+    close(model(**batch, position_ids=positions.expand(4, -1, -1)).last_hidden_state, expected, 1e-5)
+    refuses("packed sequences", model, **batch, position_ids=positions.expand(3, -1, -1))
+
+
+def test_layers_that_carry_a_state_from_one_text_into_the_next():
+    config = transformers.Lfm2Config(**sizes(transformers.Lfm2Config, layer_types=["conv", "full_attention"]))
+    refuses(r"\(conv\) carry a state", hea.convert(transformers.Lfm2Model(config), "nearfar"), **collated())
 
 
 def test_training_with_the_collator(tmp_path):
     model = hea.convert(tiny_model("llama", head=True), "linear")
     more = {"per_device_train_batch_size": 3, "gradient_checkpointing": True, "report_to": "none"}
     options = transformers.TrainingArguments(tmp_path, max_steps=2, **more)
-    collator = transformers.DataCollatorWithFlattening()
-    trainer = transformers.Trainer(model, options, train_dataset=TEXTS, data_collator=collator)
+    more = {"train_dataset": TEXTS, "data_collator": transformers.DataCollatorWithFlattening()}
+    trainer = transformers.Trainer(model, options, **more)
     assert torch.isfinite(torch.tensor(trainer.train().training_loss))
 
 

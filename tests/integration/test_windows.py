@@ -76,7 +76,6 @@ def test_every_way_of_switching_warns_once(name, tmp_path):
 
 
 def test_what_is_refused():
-    """test_refused_models.py has models with a window in all layers."""
     model = exact_model("Qwen2")
     for layers in ([0], [0, 1], ["layers.2"]):
         refuses(r"window of its own in layers\.[02].*layers\.1", hea.convert, model, "nearfar", layers=layers)
@@ -87,32 +86,29 @@ def test_what_is_refused():
         model = hea.convert(transformers.MistralModel(transformers.MistralConfig(**values)), "linear")
         output(model, batch(64, "none"))
     refuses("window of 64 keys and the sequence has 70", output, model, batch(70, "none"))
+    model = converted(exact_model("Qwen2"), "linear")
+    refuses(r"a sliding window in layers\.0\.self_attn", hea.sequence_parallel, model, mesh(1))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_window_costs_what_it_is_long(is_causal):
-    """No (Nq, Nk) tensor is made."""
-    tensors = inputs(1, 2, 5000, 4)
+    tensors, mask = inputs(1, 8, 5000, 4), torch.arange(5000)[None] < 4990
     options = {"is_causal": is_causal, "scale": None, "dropout_p": 0.0, "window": 40}
     with Memory() as largest:
-        exact_layer(*tensors, torch.arange(5000)[None] < 4000, **options)
+        exact_layer(*tensors, mask, **options)
     assert largest.numel <= 256 * 400 + tensors[0].numel()
+    with Memory() as largest:  # all heads share the mask
+        hea.attention("nearfar", tensors[0][:, :, :99], *tensors[1:], attention_mask=mask, is_causal=True)
+    assert largest.numel <= 99 * 5000
 
 
 @pytest.mark.filterwarnings("ignore:at 300 tokens this choice saves nothing")
 @pytest.mark.parametrize("name", ["Qwen2", "ModernBert"])
 def test_errors_calibration_and_a_converted_checkpoint(name, tmp_path):
-    """They are of the layers without a window."""
     model, inputs = exact_model(name), batch(300, "right")
     error = hea.attention_error(converted(model, "nearfar", **SMALL["nearfar"]), inputs)
     assert [layer.method for layer in error.layers] == ["sdpa", "nearfar", "sdpa"]
     assert hea.calibrate(model, [inputs], max_error=10.0, methods=["longformer"]).for_layer(0) is None
     model.save_pretrained(tmp_path / "exact")
     assert convert_saved_model(tmp_path / "exact", tmp_path / "converted", "nearfar")["layers"] == [1]
-    card = (tmp_path / "converted" / "README.md").read_text()
-    assert "Layers: 1 of 3, counted from zero; the other layers are exact." in card
-
-
-def test_sequence_parallel_is_refused():
-    model = converted(exact_model("Qwen2"), "linear")
-    refuses(r"a sliding window in layers\.0\.self_attn", hea.sequence_parallel, model, mesh(1))
+    assert "Layers: 1 of 3, counted from zero" in (tmp_path / "converted" / "README.md").read_text()
