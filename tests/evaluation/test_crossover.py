@@ -148,8 +148,7 @@ def test_a_picture_of_768_pixels_is_long_enough():
 
 def test_measured_lengths_are_those_of_the_default_hyperparameters(cache):
     measuring.store_crossover("kdeformer", CPU, {"float32": Crossover(1000, 1000)})
-    assert length_of("kdeformer") == 1000
-    assert length_of("kdeformer", near_field="window") == 800
+    assert length_of("kdeformer") == 1000 and length_of("kdeformer", near_field="window") == 800
     assert length_of("kdeformer", block_size=768) == 2000
     measuring.store_crossover("nearfar", CPU, {"float32": Crossover(3000, 3000)})
     assert length_of("nearfar") == length_of("auto") == 3000
@@ -160,8 +159,7 @@ def test_measured_lengths_are_used(cache, monkeypatch):
     before = look_up()
     measuring.store_crossover("kdeformer", CPU, FOUND)
     assert look_up() == 700 != before
-    assert look_up(total_dim=SMALL_DIM) == 1300
-    assert look_up(dtype=torch.float16, is_causal=True) == 3000
+    assert look_up(total_dim=SMALL_DIM) == 1300 and look_up(dtype=torch.float16, is_causal=True) == 3000
     assert look_up(is_causal=True) == crossover.built_in_table("cpu")["float32 causal"].large  # not in the file
     assert look_up("longformer") == before
     measuring.store_crossover("longformer", CPU, {"float32": Crossover(5, 5)})

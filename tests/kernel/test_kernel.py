@@ -84,8 +84,7 @@ def test_reports_seeds_units_and_columns():
     (first, report), (again, _), (other, _) = (approx(queries, keys, x, seed=s) for s in (3, 3, 4))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert report.heavy_keys.shape == (n,)
-    assert report.light_samples > 0 and report.projections > 0
+    assert report.heavy_keys.shape == (n,) and report.light_samples > 0 and report.projections > 0
     assert report.heavy_keys.sum() < report.evaluations < n * n
     small, exact = approx(queries[:100], keys[:100], x[:100], eps=0.1)
     assert exact.exact and 100 * 100 <= exact.evaluations <= 100 * 100 * 65 / 64
