@@ -107,8 +107,8 @@ def biased_exact(
         value: (B, H, Nk, Dv).
         table: (H, 2R + 1), the bias, or None.
         key_mask: bool (B, Nk), True for valid keys, or None.
-        is_causal: whether the queries are the last Nq positions and attend to the keys up to their own position.
-            Otherwise query i is at position i.
+        is_causal: whether the queries attend to the keys up to their own position. Then, and with a window, they are
+            the last Nq positions. Otherwise query i is at position i.
         scale: factor of the scores.
         dropout_p: probability of dropping a weight.
         window: the number of keys on one side, its own included, that a query attends to; None for all.
@@ -120,7 +120,7 @@ def biased_exact(
     _, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     device = query.device
-    offset = kv_len - q_len if is_causal else 0
+    offset = kv_len - q_len if is_causal or window is not None else 0
     table = None if table is None else table.to(accumulation_dtype(query.dtype))
     valid = None if key_mask is None else mask_bias(key_mask, query.dtype)[:, None, None]  # (B, 1, 1, Nk)
     left = q_len + kv_len if window is None else window - 1

@@ -153,7 +153,7 @@ def test_a_mix_of_methods(calls):
 @pytest.mark.parametrize(("window", "is_causal"), [*itertools.product((None, 1, 20, 40, 300), (False, True))])
 @pytest.mark.parametrize("padding", ["none", "left", "right", "empty"])
 def test_exact_layers_against_the_definition(padding, window, is_causal, sinks):
-    kv_len = 310 if sinks is None else 300
+    kv_len = 310
     query, key, value = inputs(2, 4, 300, 8, kv_len=kv_len, num_kv_heads=2, dtype=torch.float64)
     mask, distance = padding_mask(padding, 2, kv_len), torch.arange(300 - kv_len, 300) - torch.arange(300)[:, None]
     pairs = ((distance <= 0) | (not is_causal)) & (distance.abs() < (window or 999))

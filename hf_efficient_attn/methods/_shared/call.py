@@ -24,7 +24,7 @@ from hf_efficient_attn.methods._shared.registry import (
     parameters_of_slice,
 )
 from hf_efficient_attn.ops import tracing
-from hf_efficient_attn.ops.backends.devices import multiplies_bfloat16
+from hf_efficient_attn.ops.backends.devices import multiplies_bfloat16, reads_next_rows
 from hf_efficient_attn.ops.shards import HeadSeed, HeadSlice
 from hf_efficient_attn.ops.slices import with_zero_gradients
 
@@ -187,6 +187,8 @@ def prepare(
         masked = ~mask[:, None, :, None]  # (B, 1, Nk, 1)
         key = key.masked_fill(masked, 0.0)
         value = value.masked_fill(masked, 0.0)
+        if query.shape[2] == key.shape[2] and reads_next_rows(query):
+            query = torch.where(masked, query.nan_to_num(0.0, 0.0, 0.0), query)
     return query, key, value, options
 
 

@@ -55,6 +55,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if wants_half else torch.float32
 
 
+def reads_next_rows(x: Tensor) -> bool:
+    """Whether NaN in a row of a left factor can reach the row before it in a product.
+
+    oneDNN's kernels for AMX read whole tiles in bfloat16, and multiply what follows a row by 0.
+    """
+    return x.device.type == "cpu" and product_dtype(x) == torch.bfloat16
+
+
 def sum_dtype(x: Tensor) -> torch.dtype:
     """The dtype of sums over all tokens: `product_dtype`, but float32 for float16, whose range they can exceed."""
     dtype = product_dtype(x)
