@@ -40,11 +40,12 @@ SAMPLE = {
 BIAS = "relative positions"
 NO_INTERFACE = "does not compute its attention through"
 REFUSALS = {"T5": f"{BIAS}|{NO_INTERFACE}", "MPNet": BIAS, "Bloom": BIAS, "ConvBert": NO_INTERFACE}
+if hasattr(transformers.models.diffllama.modeling_diffllama, "DIFFLLAMA_ATTENTION_CLASSES"):  # Transformers 5.12
+    REFUSALS["DiffLlama"] = "chooses its attention from a table"
 # Methods that add the bias. T5 does not ask Transformers' interface in all versions.
 WORKS_AFTER_ALL = {("T5", "longformer")} if uses_interface(T5Attention) else set()
 WORKS_AFTER_ALL |= {("MPNet", method) for method in ("kdeformer", "nearfar", "longformer")} | {("Bloom", "longformer")}
-HEADS = {DECODER: ("ForCausalLM", "LMHeadModel"), MEL: ("ForConditionalGeneration",)}
-HEADS[PAIR] = (*HEADS[MEL], "MTModel")
+HEADS = {DECODER: ("ForCausalLM", "LMHeadModel"), **dict.fromkeys((MEL, PAIR), ("ForConditionalGeneration", "MTModel"))}
 
 
 def sizes(config_class: type, **changes) -> dict:

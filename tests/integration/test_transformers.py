@@ -153,16 +153,15 @@ def test_a_mix_of_methods(calls):
 @pytest.mark.parametrize(("window", "is_causal"), [*itertools.product((None, 1, 20, 40, 300), (False, True))])
 @pytest.mark.parametrize("padding", ["none", "left", "right", "empty"])
 def test_exact_layers_against_the_definition(padding, window, is_causal, sinks):
-    kv_len = 310
-    query, key, value = inputs(2, 4, 300, 8, kv_len=kv_len, num_kv_heads=2, dtype=torch.float64)
-    mask, distance = padding_mask(padding, 2, kv_len), torch.arange(300 - kv_len, 300) - torch.arange(300)[:, None]
+    query, key, value = inputs(2, 4, 300, 8, kv_len=310, num_kv_heads=2, dtype=torch.float64)
+    mask, distance = padding_mask(padding, 2, 310), torch.arange(-10, 300) - torch.arange(300)[:, None]
     pairs = ((distance <= 0) | (not is_causal)) & (distance.abs() < (window or 999))
     pairs = (pairs if mask is None else pairs & mask[:, None, None]).expand(2, 4, -1, -1)
     scale = 0.5 if sinks is None else None
     scores = (query @ key.repeat_interleave(2, 1).mT * (scale or 8**-0.5)).masked_fill(~pairs, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(2, -1, 300, 1)), 3)
-    expected = scores.softmax(3).nan_to_num(0.0)[..., :kv_len] @ value.repeat_interleave(2, 1)
+    expected = scores.softmax(3).nan_to_num(0.0)[..., :310] @ value.repeat_interleave(2, 1)
     if mask is not None:
         key, value = (x.masked_fill(~mask[:, None, :, None], y) for x, y in ((key, torch.nan), (value, torch.inf)))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-7)):
