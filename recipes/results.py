@@ -275,8 +275,8 @@ def table_text(spec: Spec, figures: Mapping[str, Any], name: str) -> str:
 
 
 def processor(entry: Mapping[str, Any]) -> str:
-    """The first words of a machine, such as "AMD EPYC"."""
-    return entry["machine"].partition(" (")[0]
+    """The processor of a machine, such as "AMD EPYC (AVX2)"."""
+    return entry["machine"].partition("), ")[0] + ")"
 
 
 def origin(entry: Mapping[str, Any]) -> str:
