@@ -132,8 +132,8 @@ def test_figures_of_a_second_processor_stand_beside_the_first(checkout, monkeypa
     assert entry == before and second["machine"].startswith("AMD") and second["rows"] == before["rows"]
     assert run("--write", "-o", results.FIGURES) == 0
     text = (folder / "docs" / "guides" / "page.md").read_text()
-    assert "| tokens | method | faster | causal | faster, AMD EPYC |\n" in text
-    assert "| 2,048 | linear | 4.0x | 4.00 | 4.0x |\n" in text and "Columns with AMD EPYC: measured on AMD" in text
+    assert "| tokens | method | faster | causal | faster, AMD EPYC (AVX2) |\n" in text
+    assert "| 2,048 | linear | 4.0x | 4.00 | 4.0x |\n" in text and "Columns with AMD EPYC (AVX2): measured" in text
     monkeypatch.setattr(results, "machine", lambda lines: "Intel")
     assert run(*given) == 0 and json.loads(results.FIGURES.read_text())["speed"]["elsewhere"] == second
 
